@@ -1,0 +1,61 @@
+"""What a user of the engine can meet.
+
+    ShardlineError
+    ├── ModelNotFoundError   no such model, and how to get one
+    ├── PlanningError        the model does not fit the devices, with the numbers
+    ├── TemplateError        the model's chat template refuses the messages (also a ValueError)
+    ├── StageLostError       a stage died, hung or reported a device error; the engine recovers from it
+    ├── TransportError       a peer of the data plane broke the protocol
+    ├── EngineDeadError      the retry budget is spent; carries the dead worker's own last words
+    └── EngineNotFoundError  no engine runs at that address
+
+All of them pickle.
+"""
+
+from __future__ import annotations
+
+
+class ShardlineError(Exception):
+    """The root of this room's errors."""
+
+
+class ModelNotFoundError(ShardlineError):
+    """No such model file; the message says how to get one."""
+
+
+class PlanningError(ShardlineError):
+    """The model does not fit the devices; the message has the numbers."""
+
+
+class TemplateError(ShardlineError, ValueError):
+    """The model's chat template refuses these messages, in its own words."""
+
+
+class StageLostError(ShardlineError):
+    """A stage died, hung or reported a device error.
+
+    Attributes:
+        stage: Its index; None when only the engine's side of a connection broke.
+        reason: What is known, the worker's own last words included.
+    """
+
+    def __init__(self, stage: int | None, reason: str) -> None:
+        super().__init__(stage, reason)
+        self.stage = stage
+        self.reason = reason
+
+    def __str__(self) -> str:
+        where = "a stage" if self.stage is None else f"stage {self.stage}"
+        return f"{where} was lost: {self.reason}"
+
+
+class TransportError(ShardlineError):
+    """A peer of the data plane broke the protocol."""
+
+
+class EngineDeadError(ShardlineError):
+    """The engine cannot go on; the message has the last worker's own words."""
+
+
+class EngineNotFoundError(ShardlineError):
+    """No engine runs at that address; the message says how to start one."""

@@ -1,0 +1,30 @@
+"""The arithmetic's room: one `Backend` interface, one implementation a kind of device. The only room with cupy or numba."""
+
+from __future__ import annotations
+
+from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
+from shardline.kernels.matrix import GROUP_SIZES, GroupedMatrix, pack_nibbles
+from shardline.kernels.sampling import SampleOutput, SamplingBatch
+
+__all__ = [
+    "GROUP_SIZES",
+    "Array",
+    "Backend",
+    "GroupedMatrix",
+    "KVCache",
+    "KVLayout",
+    "RopeTable",
+    "Rows",
+    "SampleOutput",
+    "SamplingBatch",
+    "Weight",
+    "cpu_backend",
+    "pack_nibbles",
+]
+
+
+def cpu_backend(num_threads: int) -> Backend:
+    """A CPU backend with that many threads. Imports numba, which takes a moment; so only when asked for."""
+    from shardline.kernels.cpu.backend import CpuBackend
+
+    return CpuBackend(num_threads)

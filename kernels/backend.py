@@ -1,0 +1,218 @@
+"""What every backend does: the ops of one decoder, on arrays of its own device.
+
+Ops are *enqueued* in order and return nothing; `read` and `sample` wait for what was enqueued before them. Arrays are
+the device's own (NumPy for the CPU), float32 and C-contiguous unless an op says otherwise. An output never overlaps an
+input unless the op says so. Every op keeps the bit contract: a row's result is a function of that row, its own
+sequence's keys and values, and the weights; never of the other rows, their number, or the thread count.
+
+Shapes use: rows (tokens of the step), K and N (input and output channels), D (head dim), Hq and Hkv (heads).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardline.kernels.matrix import GroupedMatrix
+from shardline.kernels.sampling import SampleOutput, SamplingBatch
+
+Array = Any
+"""An array of the backend's device."""
+
+Weight = Any
+"""A matrix in the backend's resident layout; made by `load_matrix` or `load_gated`, opaque to everyone else."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of one stage's paged pool of keys and values.
+
+    Attributes:
+        num_layers: Layers of this stage; ops name them from 0.
+        num_blocks: Blocks a layer; a block id is the same in every layer.
+        block_size: Tokens a block: a power of two from 8 to 256.
+        num_kv_heads: Hkv.
+        head_dim: D.
+        dtype: "float32" or "float16".
+    """
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        item = np.dtype(self.dtype).itemsize
+        return 2 * self.num_layers * self.num_blocks * self.block_size * self.num_kv_heads * self.head_dim * item
+
+
+KVCache = Any
+"""A pool in the backend's own arrangement, zero-filled; made by `allocate_kv`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """Rotary embedding by absolute position.
+
+    Attributes:
+        cos: Device float32 [max positions, R // 2]; R (even, <= D) is how many of a head's channels turn.
+        sin: Like `cos`.
+        interleaved: True pairs channels (2i, 2i + 1); False pairs (i, i + R // 2).
+    """
+
+    cos: Array
+    sin: Array
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of a step stand: device arrays that are allocated once, filled before each step.
+
+    Rows of one sequence are consecutive and in ascending position. Ops take the first `count` rows.
+
+    Attributes:
+        count: Rows of this step.
+        positions: int32 [max rows], absolute position of each row.
+        slots: int32 [max rows], where the row's key and value go: block id * block_size + offset in the block.
+        sequences: int32 [max rows], the row of `block_tables` that the row belongs to.
+        block_tables: int32 [max sequences, max blocks a sequence]; entries past a sequence's length are never read.
+    """
+
+    count: int
+    positions: Array
+    slots: Array
+    sequences: Array
+    block_tables: Array
+
+
+class Backend(ABC):
+    """One device's arithmetic. An instance belongs to one stage and is used by one thread at a time."""
+
+    name: ClassVar[str]
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """A new, unwritten array."""
+
+    @abstractmethod
+    def upload(self, host: NDArray[Any]) -> Array:
+        """A new array with the host array's contents."""
+
+    @abstractmethod
+    def write(self, target: Array, host: NDArray[Any]) -> None:
+        """Enqueue a copy of `host` into the leading part of `target` (same dtype; leading dimension may be shorter).
+
+        `host` may be changed by the caller as soon as this returns.
+        """
+
+    @abstractmethod
+    def read(self, source: Array) -> NDArray[Any]:
+        """Wait, then return a host copy of `source`."""
+
+    @abstractmethod
+    def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
+        """Bring matrices of equal K to the device, stacked along N (so that q, k and v are one product)."""
+
+    @abstractmethod
+    def load_gated(self, gate: GroupedMatrix, up: GroupedMatrix) -> Weight:
+        """Bring a gate and an up matrix of equal shape to the device, for `gated_linear`."""
+
+    @abstractmethod
+    def allocate_kv(self, layout: KVLayout) -> KVCache:
+        """A pool of that shape, zero-filled."""
+
+    @abstractmethod
+    def resident_bytes(self) -> int:
+        """Bytes of weights and KV pools that this backend holds on its device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back threads and device memory. Idempotent."""
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def replay(self, key: Hashable, issue: Callable[[], None]) -> None:
+        """Enqueue what `issue()` enqueues.
+
+        A backend may record it under `key` and replay the record when the key comes again; so for one key `issue` must
+        always enqueue the same ops on the same arrays. What changes from step to step lies in arrays filled by `write`,
+        outside `issue`.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for everything enqueued."""
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int) -> None:
+        """out[r, :] = weight[token_ids[r], :] for r < rows.
+
+        token_ids int32 [>= rows], weight [vocab, K] from `load_matrix`, out [>= rows, K].
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
+        """out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight. x, out [>= rows, K]; weight [K]."""
+
+    @abstractmethod
+    def linear(
+        self, x: Array, weight: Weight, out: Array, rows: int, *, bias: Array | None = None, accumulate: bool = False
+    ) -> None:
+        """out[r] = x[r] @ weight.T (+ bias), or with `accumulate` out[r] + that, rounded once to float32 before the add.
+
+        x [>= rows, K]; weight [N, K]; out [>= rows, N]; bias [N].
+        """
+
+    @abstractmethod
+    def gated_linear(self, x: Array, weight: Weight, out: Array, rows: int) -> None:
+        """out[r] = silu(x[r] @ gate.T) * (x[r] @ up.T). x [>= rows, K]; weight from `load_gated`; out [>= rows, N]."""
+
+    @abstractmethod
+    def rope_kv_write(
+        self,
+        qkv: Array,
+        rows: Rows,
+        rope: RopeTable,
+        cache: KVCache,
+        layer: int,
+        *,
+        q_norm: Array | None = None,
+        k_norm: Array | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Turn the queries and keys of qkv in place and write keys and values to the cache at `rows.slots`.
+
+        qkv [>= rows.count, (Hq + 2 Hkv) * D]: the query heads, the key heads, the value heads. With `q_norm` and
+        `k_norm` [D] each query and key head is first RMS-normalised over D (Qwen3).
+        """
+
+    @abstractmethod
+    def paged_attention(self, qkv: Array, rows: Rows, cache: KVCache, layer: int, scale: float, out: Array) -> None:
+        """Causal attention of each row's query heads over positions 0..its own of its sequence.
+
+        qkv as `rope_kv_write` left it; out [>= rows.count, Hq * D]; query head h reads KV head h // (Hq // Hkv). A row
+        of position p needs the keys and values of positions 0..p written, those of this step's rows included.
+        """
+
+    @abstractmethod
+    def gather_rows(self, x: Array, indices: Array, out: Array, count: int) -> None:
+        """out[i] = x[indices[i]] for i < count. x, out [.., K]; indices int32."""
+
+    @abstractmethod
+    def sample(self, logits: Array, batch: SamplingBatch) -> SampleOutput:
+        """Wait, then choose one token a row. logits [>= batch.rows, vocab], left unchanged. See `SamplingBatch`."""

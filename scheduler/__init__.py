@@ -1,0 +1,26 @@
+"""The scheduler's room: pure policy over ids and integers, standard library only."""
+
+from __future__ import annotations
+
+from shardline.scheduler.errors import InvalidParameterError, QueueFullError, RequestTooLargeError, SchedulerError
+from shardline.scheduler.params import SamplingParams
+from shardline.scheduler.plan import SampledToken, SequenceRun, SequenceStart, StepPlan, StepResult
+from shardline.scheduler.scheduler import NewRequest, Scheduler, SchedulerConfig, SchedulerStats, SequenceUpdate
+
+__all__ = [
+    "InvalidParameterError",
+    "NewRequest",
+    "QueueFullError",
+    "RequestTooLargeError",
+    "SampledToken",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerError",
+    "SchedulerStats",
+    "SequenceRun",
+    "SequenceStart",
+    "SequenceUpdate",
+    "StepPlan",
+    "StepResult",
+]

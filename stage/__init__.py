@@ -1,0 +1,20 @@
+"""The room of what runs inside one stage: checkpoint -> resident weights, layers, KV arrays, one step. No Ray."""
+
+from __future__ import annotations
+
+from shardline.stage.checkpoint import Checkpoint, open_checkpoint
+from shardline.stage.errors import CheckpointError, PlanError, StageError
+from shardline.stage.spec import ModelSpec, RopeSpec, StageSpec
+from shardline.stage.stage import Stage
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ModelSpec",
+    "PlanError",
+    "RopeSpec",
+    "Stage",
+    "StageError",
+    "StageSpec",
+    "open_checkpoint",
+]

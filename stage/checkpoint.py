@@ -1,0 +1,58 @@
+"""A checkpoint: one model file seen as named roles, whatever the file calls its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardline.kernels import GroupedMatrix
+from shardline.stage.spec import ModelSpec
+
+
+class Checkpoint(Protocol):
+    """An open model file. Opening reads headers only; `matrix` and `vector` read one tensor each.
+
+    Matrix roles: "embed" and "head" (layer None); "q", "k", "v", "o", "gate", "up", "down" (a layer).
+    Vector roles: "final_norm", "rope_factors" (layer None); "attention_norm", "mlp_norm", "q_bias", "k_bias", "v_bias",
+    "q_norm", "k_norm" (a layer).
+    """
+
+    path: Path
+    spec: ModelSpec
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The file's key-value pairs, arrays as lists: what the tokenizer is built from."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A short hash of the header and the file's size: equal on every host that has the same file."""
+        ...
+
+    def matrix_bytes(self, role: str, layer: int | None) -> int:
+        """What `GroupedMatrix.nbytes` of that matrix will be, from the header alone."""
+        ...
+
+    def matrix(self, role: str, layer: int | None) -> GroupedMatrix:
+        """One matrix, mapped exactly. "head" gives the embedding matrix when they are tied."""
+        ...
+
+    def vector(self, role: str, layer: int | None) -> NDArray[np.float32]:
+        """One vector, float32."""
+        ...
+
+    def close(self) -> None:
+        """Unmap the file."""
+        ...
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open a model file and check its header. Raises CheckpointError."""
+    from shardline.stage.gguf_checkpoint import GgufCheckpoint
+
+    return GgufCheckpoint(Path(path))
