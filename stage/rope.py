@@ -1,0 +1,39 @@
+"""The rotary embedding's table of cosines and sines."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardline.stage.spec import RopeSpec
+
+_SPAN = 256
+
+
+def rope_tables(
+    rope: RopeSpec, positions: int, factors: NDArray[np.float32] | None
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """cos and sin, float32 [positions, rotary_dim / 2], of position / factor * base^(-2i / rotary_dim) / factors[i].
+
+    The math libraries of two hosts may differ in a float64's last bit, and then now and then in the float32 that it rounds
+    to; two stages of one model must not. So the angles are taken in extended precision, of two short ranges of
+    positions, and joined by the addition theorems: what reaches float32 is far more exact than it can show.
+    """
+    channels = np.arange(rope.rotary_dim // 2, dtype=np.longdouble)
+    frequencies = np.longdouble(rope.base) ** (-2 * channels / rope.rotary_dim)
+    if factors is not None:
+        frequencies = frequencies / factors
+    if rope.scaling == "linear":
+        frequencies = frequencies / np.longdouble(rope.factor)
+    fine = np.arange(_SPAN, dtype=np.longdouble)[:, None] * frequencies
+    cos_fine, sin_fine = np.cos(fine), np.sin(fine)
+    cos = np.empty((positions, len(frequencies)), np.float32)
+    sin = np.empty_like(cos)
+    for start in range(0, positions, _SPAN):
+        end = min(start + _SPAN, positions)
+        coarse = np.longdouble(start) * frequencies
+        cos_coarse, sin_coarse = np.cos(coarse), np.sin(coarse)
+        c, s = cos_fine[: end - start], sin_fine[: end - start]
+        cos[start:end] = cos_coarse * c - sin_coarse * s
+        sin[start:end] = sin_coarse * c + cos_coarse * s
+    return cos, sin
