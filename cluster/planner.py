@@ -1,0 +1,292 @@
+"""Which layers go to which device, and what that will give: settled before any weight is read.
+
+`plan_pipeline` is a pure function of the model's shape and bytes, the devices' free memory and speed, and what is
+wanted of them. The model of a step's time: the bytes of the stage's weights at the device's byte rate, plus the rows'
+arithmetic at its arithmetic rate, plus the keys and values that the rows read, plus a fixed cost. (Two cores of an x86
+server on SmolLM2 with 1 to 64 rows follow it within a fifth.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardline.cluster.errors import PlanningError
+from shardline.cluster.partition import Limits, Outcome, Partition, Share
+from shardline.cluster.placement import Device, ModelBytes, PipelinePlan, StagePlan, Wanted
+from shardline.cluster.stage_costs import StageCosts, mib, workspace_bytes
+from shardline.stage import ModelSpec, StageSpec
+
+SHARED_MICROBATCH = 16
+"""Where stages share cores, a thinner microbatch than this costs more in unpacking weights again than it hides."""
+
+
+def plan_pipeline(model: ModelSpec, size: ModelBytes, devices: Sequence[Device], wanted: Wanted) -> PipelinePlan:
+    """Place a model.
+
+    Among the splits that fit it takes, in this order: the largest pool up to what is wanted; the shortest time of the
+    slowest stage (stages that share cores count together); the largest pool; the most even stages.
+
+    Args:
+        model: Its shape.
+        size: Its resident bytes.
+        devices: In the order of the pipeline; those of one `compute` are brought together.
+        wanted: What it is for.
+
+    Raises:
+        PlanningError: it does not fit, or the wish contradicts itself; with the numbers and what to change.
+    """
+    assert len(size.layers) == model.num_layers
+    _check_wanted(model, devices, wanted)
+    ordered = _neighbours(devices)
+    computes = [device.compute or device.name for device in ordered]
+    context = wanted.context if wanted.context is not None else model.context_length
+    chosen: tuple[Outcome, StageCosts] | None = None
+    for count in _stage_counts(model, ordered, wanted):
+        rows = _rows(wanted.concurrency, min(count, len(set(computes))), count)
+        costs = StageCosts(model, size, ordered, replace(wanted, context=context), rows)
+        search = Partition(model.num_layers, computes, count, costs)
+        if wanted.split is not None:
+            outcome: Outcome | None = search.outcome(_forced(wanted.split))
+            assert outcome is not None
+            if outcome.blocks < 0:
+                raise PlanningError(_does_not_fit(costs, outcome.shares, "this split"))
+        else:
+            outcome = search.best(costs.wanted_blocks, costs.most_blocks)
+        if outcome is not None and (chosen is None or _rank(outcome, costs, computes) > _rank(*chosen, computes)):
+            chosen = outcome, costs
+    if chosen is None:
+        raise PlanningError(_does_not_fit(costs, _closest(costs, computes, count), "the closest split"))
+    outcome, costs = chosen
+    num_blocks = min(outcome.blocks, costs.most_blocks)
+    if num_blocks < costs.context_blocks:
+        if wanted.context is not None or num_blocks == 0:
+            raise PlanningError(_context_does_not_fit(costs, outcome, context))
+        context = num_blocks * wanted.block_size
+        costs = StageCosts(model, size, ordered, replace(wanted, context=context), costs.rows)
+    return _finish(costs, outcome.shares, num_blocks, context)
+
+
+def _check_wanted(model: ModelSpec, devices: Sequence[Device], wanted: Wanted) -> None:
+    if not devices:
+        raise PlanningError("there is no device to place a stage on: start a node, or give --address local")
+    if len({device.name for device in devices}) != len(devices):
+        raise PlanningError("two devices have the same name: give each its own")
+    if wanted.context is not None and not 1 <= wanted.context <= model.context_length:
+        raise PlanningError(
+            f"context {wanted.context} is not possible: the model was made for 1 to {model.context_length} tokens"
+        )
+    if wanted.concurrency < 1:
+        raise PlanningError(f"concurrency {wanted.concurrency} is not possible: give 1 or more")
+    split = wanted.split
+    if split is not None:
+        text = ",".join(map(str, split))
+        if sum(split) != model.num_layers:
+            raise PlanningError(f"split {text} has {sum(split)} layers, but the model has {model.num_layers}")
+        if any(layers < 1 for layers in split[:-1]) or split[-1] < 0:
+            raise PlanningError(f"split {text}: only the last stage may have no layer (it keeps the head)")
+        if wanted.stages is not None and wanted.stages != len(split):
+            raise PlanningError(f"split {text} has {len(split)} stages, but {wanted.stages} stages are asked for")
+    count = len(split) if split is not None else wanted.stages
+    if count is not None:
+        if count < 1:
+            raise PlanningError(f"{count} stages are not possible: give 1 or more")
+        if count > len(devices):
+            raise PlanningError(
+                f"{count} stages need {count} devices, and there are {len(devices)}: "
+                + ", ".join(device.name for device in devices)
+            )
+        if count > model.num_layers + 1:
+            raise PlanningError(f"{count} stages are not possible: the model has {model.num_layers} layers")
+
+
+def _neighbours(devices: Sequence[Device]) -> list[Device]:
+    """Devices of one node, and in it those of one compute, side by side: fewer hops cross the network."""
+    nodes = {device.node: i for i, device in reversed(list(enumerate(devices)))}
+    computes = {device.compute or device.name: i for i, device in reversed(list(enumerate(devices)))}
+    return sorted(devices, key=lambda device: (nodes[device.node], computes[device.compute or device.name]))
+
+
+def _stage_counts(model: ModelSpec, devices: Sequence[Device], wanted: Wanted) -> Sequence[int]:
+    if wanted.split is not None:
+        return [len(wanted.split)]
+    if wanted.stages is not None:
+        return [wanted.stages]
+    return range(1, min(len(devices), model.num_layers + 1) + 1)
+
+
+def _forced(split: Sequence[int]) -> tuple[Share, ...]:
+    shares, first = [], 0
+    for device, layers in enumerate(split):
+        shares.append(Share(device, first, first + layers))
+        first += layers
+    return tuple(shares)
+
+
+def _min_microbatch(parallel: int) -> int:
+    return 1 if parallel > 1 else SHARED_MICROBATCH
+
+
+def _depth(stages: int, parallel: int) -> int:
+    # One more than work at the same time, so that a plan lies ready wherever one has just ended.
+    return stages + 1 if parallel == stages > 1 else parallel + 1
+
+
+def _rows(sequences: int, parallel: int, stages: int) -> int:
+    """Sequences a microbatch when that many decode."""
+    return -(-sequences // _microbatches(sequences, parallel, stages))
+
+
+def _microbatches(sequences: int, parallel: int, stages: int) -> int:
+    return max(1, min(_depth(stages, parallel), sequences // _min_microbatch(parallel)))
+
+
+def _rank(outcome: Outcome, costs: StageCosts, computes: Sequence[str]) -> tuple[int, float, int, int]:
+    sequences = costs.wanted.concurrency
+    parallel = len({computes[share.device] for share in outcome.shares})
+    microbatches = _microbatches(sequences, parallel, len(outcome.shares))
+    cycle = max(outcome.latency_ns, microbatches * outcome.cycle_ns)
+    return (min(outcome.blocks, costs.wanted_blocks), sequences / cycle, outcome.blocks, -len(outcome.shares))
+
+
+def _finish(costs: StageCosts, shares: Sequence[Share], num_blocks: int, context: int) -> PipelinePlan:
+    wanted = costs.wanted
+    stages = [_stage(costs, shares, index, num_blocks, context) for index in range(len(shares))]
+    busy: dict[str, float] = {}
+    for stage in stages:
+        compute = stage.device.compute or stage.device.name
+        busy[compute] = busy.get(compute, 0.0) + stage.step_seconds
+    parallel = len(busy)
+    microbatches = _microbatches(wanted.concurrency, parallel, len(shares))
+    # A sequence waits for its own step through all stages and, where microbatches queue, for the busiest device.
+    cycle = max(sum(busy.values()), microbatches * max(busy.values()))
+    alone = sum(costs.seconds(s.device, s.first, s.end, head=s is shares[-1], rows=1) for s in shares)
+    capacities = [(stage.capacity_blocks, stage.spec.index) for stage in stages if stage.capacity_blocks is not None]
+    return PipelinePlan(
+        stages=tuple(stages),
+        context=context,
+        concurrency=num_blocks // (-(-context // wanted.block_size)),
+        max_context=min(costs.model.context_length, num_blocks * wanted.block_size),
+        microbatch_rows=costs.rows,
+        tokens_per_second=wanted.concurrency / cycle,
+        single_tokens_per_second=1 / alone,
+        memory_bound_by=min(capacities)[1],
+        speed_bound_by=max(range(len(stages)), key=lambda index: stages[index].step_seconds),
+        depth=_depth(len(shares), parallel),
+        min_microbatch=_min_microbatch(parallel),
+        notes=_notes(costs, stages, num_blocks, context),
+    )
+
+
+def _stage(costs: StageCosts, shares: Sequence[Share], index: int, num_blocks: int, context: int) -> StagePlan:
+    share, wanted = shares[index], costs.wanted
+    embed, head = index == 0, index == len(shares) - 1
+    device = costs.devices[share.device]
+    layers = share.end - share.first
+    spec = StageSpec(
+        index=index,
+        first_layer=share.first,
+        end_layer=share.end,
+        has_embed=embed,
+        has_head=head,
+        num_blocks=num_blocks,
+        block_size=wanted.block_size,
+        kv_dtype=wanted.kv_dtype,
+        max_step_tokens=wanted.max_step_tokens,
+        max_sequences=wanted.max_sequences,
+        max_context=context,
+        num_threads=device.threads,
+    )
+    return StagePlan(
+        spec=spec,
+        device=device,
+        weight_bytes=costs.size.of(share.first, share.end, embed=embed, head=head),
+        workspace_bytes=workspace_bytes(costs.model, wanted.max_step_tokens, wanted.max_sequences, head=head),
+        kv_bytes=num_blocks * costs.block_bytes * layers,
+        capacity_blocks=costs.blocks(share.device, share.first, share.end, embed, head) if layers else None,
+        step_seconds=costs.seconds(share.device, share.first, share.end, head=head, rows=costs.rows),
+    )
+
+
+def _notes(costs: StageCosts, stages: Sequence[StagePlan], num_blocks: int, context: int) -> tuple[str, ...]:
+    notes = []
+    wanted, model = costs.wanted, costs.model
+    classes = sorted({stage.device.numeric_class for stage in stages})
+    if len(classes) > 1:
+        notes.append(
+            f"stages of {len(classes)} numeric classes ({', '.join(classes)}): bytes do not depend on batch mates, but "
+            "they may depend on where the split falls between the classes"
+        )
+    if context < model.context_length and context == num_blocks * wanted.block_size:
+        notes.append(f"context {context} of the model's {model.context_length}: memory holds no longer sequence")
+    at_once = num_blocks // costs.context_blocks
+    if at_once < wanted.concurrency:
+        notes.append(
+            f"{at_once} of the {wanted.concurrency} sequences wanted fit at once with {context} tokens each: shorter "
+            "ones share the pool, and some are preempted and recomputed when it is full"
+        )
+    if len(stages) > 1:
+        if costs.size.tied:
+            notes.append(f"tied embeddings: {mib(costs.size.embed)} are on the first stage and again on the last")
+        shared = {stage.device.compute for stage in stages if stage.device.compute is not None}
+        if shared and len(shared) < len(stages):
+            notes.append("stages that share cores take turns: splitting them saves memory a stage, not time")
+    return tuple(notes)
+
+
+def _does_not_fit(costs: StageCosts, shares: Sequence[Share], what: str) -> str:
+    have = sum(device.free_bytes for device in costs.devices)
+    lines, worst, lacking = [], "", -1
+    for index, share in enumerate(shares):
+        device = costs.devices[share.device]
+        need = costs.fixed_bytes(share.first, share.end, embed=index == 0, head=index == len(shares) - 1)
+        lines.append(
+            f"{device.name} with {share.end - share.first} layers needs {mib(need)} of {mib(device.free_bytes)}"
+        )
+        if need - device.free_bytes > lacking:
+            lacking, worst = need - device.free_bytes, device.name
+    return (
+        f"the model does not fit: its weights are {mib(costs.size.total)} and the devices have {mib(have)} in all. In "
+        f"{what} {worst} lacks {mib(lacking)} ({'; '.join(lines)}). Give it more memory, add a device, change the "
+        "split, or take a smaller model"
+    )
+
+
+def _closest(costs: StageCosts, computes: Sequence[str], stages: int) -> tuple[Share, ...]:
+    """The split that would fit with the least memory added to every device."""
+    low, high = 0, costs.fixed_bytes(0, costs.model.num_layers, embed=True, head=True) + costs.size.embed
+    best: tuple[Share, ...] | None = None
+    while low <= high:
+        middle = (low + high) // 2
+        larger = [replace(device, free_bytes=device.free_bytes + middle) for device in costs.devices]
+        roomy = StageCosts(costs.model, costs.size, larger, costs.wanted, costs.rows)
+        shares = Partition(costs.model.num_layers, computes, stages, roomy).feasible(Limits(0, 2**62, 2**62))
+        if shares is None:
+            low = middle + 1
+        else:
+            best, high = shares, middle - 1
+    assert best is not None
+    return best
+
+
+def _context_does_not_fit(costs: StageCosts, outcome: Outcome, context: int) -> str:
+    wanted = costs.wanted
+    rooms = []
+    for index, share in enumerate(outcome.shares):
+        embed, head = index == 0, index == len(outcome.shares) - 1
+        rooms.append((costs.blocks(share.device, share.first, share.end, embed, head), share))
+    blocks, binding = min(rooms, key=lambda room: room[0])
+    needed = costs.context_blocks * costs.block_bytes * (binding.end - binding.first)
+    device = costs.devices[binding.device]
+    fixed = costs.fixed_bytes(
+        binding.first, binding.end, embed=binding is outcome.shares[0], head=binding is outcome.shares[-1]
+    )
+    room = device.free_bytes - fixed
+    halve = " --kv-dtype float16 halves what a token takes." if wanted.kv_dtype == "float32" else ""
+    fits = f"The longest that fits is --context {blocks * wanted.block_size}." if blocks else "Not one block fits."
+    return (
+        f"a sequence of {context} tokens does not fit: on {device.name} the keys and values of "
+        f"{binding.end - binding.first} layers take {mib(needed)}, and {mib(room)} of {mib(device.free_bytes)} are "
+        f"left beside the weights. "
+        f"{fits}{halve} More memory on {device.name} or one more device helps too"
+    )

@@ -1,0 +1,79 @@
+"""What a stage costs in bytes and in time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardline.cluster.placement import Device, ModelBytes, Wanted
+from shardline.stage import ModelSpec
+
+_UNLIMITED = 2**62
+
+
+def workspace_bytes(model: ModelSpec, max_step_tokens: int, max_sequences: int, *, head: bool) -> int:
+    """Bytes of a stage's arrays besides weights and pool: the rows of one step, and the logits where it samples."""
+    heads = model.num_heads + 2 * model.num_kv_heads
+    row = 3 * model.hidden_size + (heads + model.num_heads) * model.head_dim + model.intermediate_size
+    logits = max_sequences * (model.vocab_size + model.hidden_size) if head else 0
+    return 4 * (max_step_tokens * row + logits)
+
+
+class StageCosts:
+    """The `Costs` of one wish (see `partition`): `wanted.context` is resolved, a microbatch has `rows` sequences."""
+
+    def __init__(
+        self, model: ModelSpec, size: ModelBytes, devices: Sequence[Device], wanted: Wanted, rows: int
+    ) -> None:
+        assert wanted.context is not None
+        self.model = model
+        self.size = size
+        self.devices = devices
+        self.wanted = wanted
+        self.rows = rows
+        self.block_bytes = wanted.block_size * model.kv_bytes_per_token(wanted.kv_dtype)
+        self.context_blocks = -(-wanted.context // wanted.block_size)
+        self.wanted_blocks = wanted.concurrency * self.context_blocks
+        # No stage with a layer holds more blocks than the largest device filled with them.
+        self.most_blocks = max(device.free_bytes for device in devices) // self.block_bytes
+        if not wanted.fill_memory:
+            self.most_blocks = min(self.most_blocks, self.wanted_blocks)
+        mean_context = max(1, wanted.context // 2)
+        self._layer_flops = 2 * (
+            2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.head_dim
+            + 3 * model.hidden_size * model.intermediate_size
+            + 2 * model.num_heads * model.head_dim * mean_context
+        )
+        self._head_flops = 2 * model.hidden_size * model.vocab_size
+        self._row_kv_bytes = mean_context * model.kv_bytes_per_token(wanted.kv_dtype)
+
+    def fixed_bytes(self, first: int, end: int, *, embed: bool, head: bool) -> int:
+        """Weights and workspace."""
+        work = workspace_bytes(self.model, self.wanted.max_step_tokens, self.wanted.max_sequences, head=head)
+        return self.size.of(first, end, embed=embed, head=head) + work
+
+    def blocks(self, device: int, first: int, end: int, embed: bool, head: bool) -> int:
+        """Blocks that fit beside the weights; -1 when these do not fit, and no limit where there is no layer."""
+        room = self.devices[device].free_bytes - self.fixed_bytes(first, end, embed=embed, head=head)
+        if room < 0:
+            return -1
+        return room // (self.block_bytes * (end - first)) if end > first else _UNLIMITED
+
+    def nanoseconds(self, device: int, first: int, end: int, head: bool) -> int:
+        """Time of one step of one microbatch."""
+        return math.ceil(1e9 * self.seconds(device, first, end, head=head, rows=self.rows))
+
+    def seconds(self, device: int, first: int, end: int, *, head: bool, rows: int) -> float:
+        """Predicted time of one step with that many decoding rows."""
+        where = self.devices[device]
+        layers = end - first
+        moved = self.size.of(first, end, embed=False, head=head) + rows * layers * self._row_kv_bytes
+        seconds = where.step_seconds + moved / where.bytes_per_second
+        if where.flops_per_second is not None:
+            seconds += rows * (layers * self._layer_flops + head * self._head_flops) / where.flops_per_second
+        return seconds
+
+
+def mib(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,374 @@
+"""The planner against brute force, and what it must always keep."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardline.cluster.errors import PlanningError
+from shardline.cluster.partition import Partition, Share
+from shardline.cluster.placement import Device, ModelBytes, PipelinePlan, Wanted
+from shardline.cluster.planner import plan_pipeline
+from shardline.cluster.stage_costs import StageCosts, workspace_bytes
+from shardline.stage import ModelSpec, RopeSpec
+
+MIB = 2**20
+
+
+def make_model(num_layers: int, **changes: object) -> ModelSpec:
+    model = ModelSpec(
+        architecture="llama",
+        num_layers=num_layers,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=512,
+        context_length=2048,
+        norm_eps=1e-5,
+        rope=RopeSpec(base=1e4, rotary_dim=16, interleaved=True),
+        qkv_bias=False,
+        qk_norm=False,
+        tied_embeddings=True,
+    )
+    return replace(model, **changes)  # type: ignore[arg-type]
+
+
+def make_size(num_layers: int, layer: int = MIB, ends: int = 4 * MIB, tied: bool = True) -> ModelBytes:
+    return ModelBytes((layer,) * num_layers, embed=ends, head=ends, tied=tied)
+
+
+SMALL = {"max_step_tokens": 16, "max_sequences": 4}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ModelSpec, ModelBytes, list[Device], Wanted]:
+    num_layers = draw(st.integers(1, 7))
+    layers = tuple(draw(st.integers(1, 40)) * 50_000 for _ in range(num_layers))
+    ends = draw(st.integers(0, 60)) * 50_000
+    size = ModelBytes(layers, embed=ends, head=ends, tied=draw(st.booleans()))
+    devices = []
+    for index in range(draw(st.integers(1, 4))):
+        node = f"n{draw(st.integers(0, 1))}"
+        compute = draw(st.sampled_from([None, f"{node} cores"]))
+        # Devices that share cores have the same speed.
+        speed = 1e9 if compute else draw(st.sampled_from([5e8, 1e9, 4e9]))
+        flops = None if compute else draw(st.sampled_from([None, 1e10, 1e11]))
+        devices.append(Device(f"d{index}", node, draw(st.integers(0, 200)) * 100_000, speed, flops, compute=compute))
+    wanted = Wanted(
+        context=draw(st.sampled_from([None, 16, 100, 2048])),
+        concurrency=draw(st.integers(1, 9)),
+        block_size=draw(st.sampled_from([8, 16, 64])),
+        kv_dtype=draw(st.sampled_from(["float16", "float32"])),
+        stages=draw(st.sampled_from([None, None, 1, 2, 3])),
+        fill_memory=draw(st.booleans()),
+        **SMALL,
+    )
+    assume(wanted.stages is None or wanted.stages <= min(len(devices), num_layers + 1))
+    return make_model(num_layers), size, devices, wanted
+
+
+def planned(case: tuple[ModelSpec, ModelBytes, list[Device], Wanted]) -> PipelinePlan | None:
+    try:
+        return plan_pipeline(*case)
+    except PlanningError:
+        return None
+
+
+@given(cases())
+def test_every_layer_once_and_never_over_memory(case: tuple[ModelSpec, ModelBytes, list[Device], Wanted]) -> None:
+    model, size, _, wanted = case
+    plan = planned(case)
+    if plan is None:
+        return
+    specs = plan.specs
+    assert [layer for spec in specs for layer in range(spec.first_layer, spec.end_layer)] == list(
+        range(model.num_layers)
+    )
+    assert [spec.index for spec in specs] == list(range(len(specs)))
+    assert [spec.has_embed for spec in specs] == [True] + [False] * (len(specs) - 1)
+    assert [spec.has_head for spec in specs] == [False] * (len(specs) - 1) + [True]
+    assert len({spec.num_blocks for spec in specs}) == 1
+    assert all(spec.num_layers > 0 for spec in specs[:-1])
+    assert len({stage.device.name for stage in plan.stages}) == len(specs)
+    for stage in plan.stages:
+        spec = stage.spec
+        kv = spec.num_layers * spec.num_blocks * spec.block_size * model.kv_bytes_per_token(spec.kv_dtype)
+        weights = sum(size.layers[spec.first_layer : spec.end_layer])
+        if spec.has_embed and spec.has_head and size.tied:
+            weights += size.embed
+        else:
+            weights += size.embed * spec.has_embed + size.head * spec.has_head
+        work = workspace_bytes(model, wanted.max_step_tokens, wanted.max_sequences, head=spec.has_head)
+        assert weights + work + kv <= stage.device.free_bytes
+        assert (stage.weight_bytes, stage.workspace_bytes, stage.kv_bytes) == (weights, work, kv)
+    pool_tokens = plan.num_blocks * wanted.block_size
+    assert plan.context <= pool_tokens
+    assert plan.max_context == min(model.context_length, pool_tokens)
+    if wanted.context is not None:
+        assert plan.context == wanted.context
+    if not wanted.fill_memory:
+        assert plan.num_blocks <= wanted.concurrency * -(-(wanted.context or model.context_length) // wanted.block_size)
+    bound = plan.stages[plan.memory_bound_by].capacity_blocks
+    assert bound == min(s.capacity_blocks for s in plan.stages if s.capacity_blocks is not None)
+    # The pool is the smallest capacity unless no more was wanted.
+    assert bound is not None
+    assert plan.num_blocks <= bound
+
+
+def every_split(num_layers: int, devices: int, stages: int) -> list[tuple[Share, ...]]:
+    found = []
+    for chosen in itertools.combinations(range(devices), stages):
+        for cuts in itertools.combinations_with_replacement(range(1, num_layers + 1), stages - 1):
+            bounds = (0, *cuts, num_layers)
+            if any(a >= b for a, b in itertools.pairwise(bounds[:-1])):
+                continue
+            found.append(tuple(Share(d, a, b) for d, a, b in zip(chosen, bounds[:-1], bounds[1:], strict=True)))
+    return found
+
+
+@given(cases(), st.integers(1, 4))
+@settings(max_examples=150)
+def test_the_search_equals_brute_force(case: tuple[ModelSpec, ModelBytes, list[Device], Wanted], stages: int) -> None:
+    model, size, devices, wanted = case
+    assume(stages <= len(devices))
+    devices = sorted(devices, key=lambda device: (device.node, device.compute or device.name))
+    wanted = replace(wanted, context=wanted.context or 128)
+    costs = StageCosts(model, size, devices, wanted, rows=3)
+    computes = [device.compute or device.name for device in devices]
+    search = Partition(model.num_layers, computes, stages, costs)
+
+    def rank(shares: tuple[Share, ...]) -> tuple[int, int, int, int]:
+        busy: dict[str, int] = {}
+        times, rooms = [], []
+        for share in shares:
+            last = share is shares[-1]
+            times.append(costs.nanoseconds(share.device, share.first, share.end, last))
+            rooms.append(costs.blocks(share.device, share.first, share.end, share is shares[0], last))
+            busy[computes[share.device]] = busy.get(computes[share.device], 0) + times[-1]
+        blocks = min(rooms)
+        return (
+            min(blocks, costs.wanted_blocks),
+            -max(busy.values()),
+            min(blocks, max(costs.most_blocks, costs.wanted_blocks)),
+            -max(times),
+        )
+
+    ranks = [rank(shares) for shares in every_split(model.num_layers, len(devices), stages)]
+    best = max((r for r in ranks if r[0] >= 0), default=None)
+    found = search.best(costs.wanted_blocks, costs.most_blocks)
+    assert (found is None) == (best is None)
+    if found is not None:
+        assert rank(found.shares) == best
+
+
+@given(cases(), st.integers(0, 3), st.integers(1, 4_000_000))
+def test_more_memory_is_never_worse(
+    case: tuple[ModelSpec, ModelBytes, list[Device], Wanted], which: int, more: int
+) -> None:
+    model, size, devices, wanted = case
+    before = planned(case)
+    larger = [
+        replace(device, free_bytes=device.free_bytes + more * (i == which % len(devices)))
+        for i, device in enumerate(devices)
+    ]
+    after = planned((model, size, larger, wanted))
+    if before is None:
+        return
+    assert after is not None
+    need = wanted.concurrency * -(-(wanted.context or model.context_length) // wanted.block_size)
+    pools = min(before.num_blocks, need), min(after.num_blocks, need)
+    assert pools[1] >= pools[0]
+    if pools[1] == pools[0] and before.context == after.context:
+        assert after.tokens_per_second >= before.tokens_per_second * (1 - 1e-6)
+
+
+@given(cases(), st.data())
+def test_a_forced_split_is_kept(case: tuple[ModelSpec, ModelBytes, list[Device], Wanted], data: st.DataObject) -> None:
+    model, size, devices, wanted = case
+    options = [
+        tuple(share.end - share.first for share in shares)
+        for count in range(1, len(devices) + 1)
+        for shares in every_split(model.num_layers, count, count)
+    ]
+    split = data.draw(st.sampled_from(options))
+    plan = planned((model, size, devices, replace(wanted, split=split, stages=None)))
+    if plan is not None:
+        assert tuple(spec.num_layers for spec in plan.specs) == split
+        # What it is free to choose beats what it is told.
+        free = planned((model, size, devices, replace(wanted, stages=len(split))))
+        assert free is not None
+        need = wanted.concurrency * -(-(wanted.context or model.context_length) // wanted.block_size)
+        assert min(free.num_blocks, need) >= min(plan.num_blocks, need)
+
+
+def cpus(*mib: int, node: str = "a") -> list[Device]:
+    return [
+        Device(f"{node} cpu {i}", node, free * MIB, 4e9, 5e10, compute=f"{node} cores") for i, free in enumerate(mib)
+    ]
+
+
+def gpus(*mib: int, speeds: tuple[float, ...] | None = None) -> list[Device]:
+    speeds = speeds or (1e11,) * len(mib)
+    return [
+        Device(f"GPU {i}", "a", free * MIB, speed, numeric_class="sm_86")
+        for i, (free, speed) in enumerate(zip(mib, speeds, strict=True))
+    ]
+
+
+def test_unequal_memory_gives_an_unequal_split_and_equal_pools() -> None:
+    plan = plan_pipeline(make_model(30), make_size(30), cpus(20, 34, 26), Wanted(stages=3, fill_memory=True, **SMALL))
+    layers = [spec.num_layers for spec in plan.specs]
+    assert layers[1] > layers[2] >= layers[0]
+    assert len({spec.num_blocks for spec in plan.specs}) == 1
+
+
+def test_a_device_twice_as_fast_takes_twice_the_layers() -> None:
+    size = make_size(30, ends=0)
+    plan = plan_pipeline(make_model(30), size, gpus(900, 900, speeds=(2e11, 1e11)), Wanted(stages=2, **SMALL))
+    assert [spec.num_layers for spec in plan.specs] == [20, 10]
+
+
+def test_the_head_counts_as_work() -> None:
+    # The head is worth six layers of bytes: 18 + 12 and not 15 + 15.
+    plan = plan_pipeline(
+        make_model(30), make_size(30, ends=6 * MIB), gpus(900, 900), Wanted(context=16, stages=2, **SMALL)
+    )
+    assert [spec.num_layers for spec in plan.specs] == [18, 12]
+
+
+def test_stages_on_shared_cores_are_even_when_memory_is_plenty() -> None:
+    plan = plan_pipeline(make_model(30), make_size(30, ends=0), cpus(900, 900, 900), Wanted(stages=3, **SMALL))
+    assert [spec.num_layers for spec in plan.specs] == [10, 10, 10]
+
+
+def test_memory_beats_speed_when_the_fast_device_is_small() -> None:
+    size = make_size(30, ends=0)
+    plan = plan_pipeline(
+        make_model(30), size, gpus(11, 900, speeds=(9e11, 1e11)), Wanted(context=64, concurrency=1, stages=2, **SMALL)
+    )
+    assert plan.specs[0].num_layers <= 10
+    assert plan.memory_bound_by == 0
+    assert plan.speed_bound_by == 1
+
+
+def test_depth_and_microbatches() -> None:
+    model, size = make_model(30), make_size(30)
+    own = plan_pipeline(model, size, gpus(90, 90, 90), Wanted(stages=3, **SMALL))
+    assert (own.depth, own.min_microbatch) == (4, 1)
+    shared = plan_pipeline(model, size, cpus(90, 90, 90), Wanted(stages=3, **SMALL))
+    assert shared.depth == 2
+    assert shared.min_microbatch > 1
+    # Eight sequences on shared cores run as one microbatch: splitting them would unpack the weights once more.
+    assert shared.microbatch_rows == 8
+    assert own.microbatch_rows == 2
+    alone = plan_pipeline(model, size, cpus(200), Wanted(**SMALL))
+    assert len(alone.stages) == 1
+
+
+def test_shared_cores_bring_no_speed_and_own_devices_do() -> None:
+    model, size = make_model(30), make_size(30, ends=0)
+    one = plan_pipeline(model, size, cpus(300), Wanted(stages=1, **SMALL))
+    three = plan_pipeline(model, size, cpus(300, 300, 300), Wanted(stages=3, **SMALL))
+    assert three.tokens_per_second == pytest.approx(one.tokens_per_second)
+    single = plan_pipeline(model, size, gpus(300), Wanted(stages=1, concurrency=64, **SMALL))
+    several = plan_pipeline(model, size, gpus(300, 300, 300), Wanted(concurrency=64, **SMALL))
+    assert len(several.stages) == 3
+    assert several.tokens_per_second > single.tokens_per_second
+
+
+def test_one_sequence_alone_takes_the_fewest_hops() -> None:
+    devices = [replace(device, step_seconds=1e-3) for device in gpus(300, 300, 300)]
+    plan = plan_pipeline(make_model(30), make_size(30), devices, Wanted(concurrency=1, **SMALL))
+    assert len(plan.stages) == 1
+
+
+def test_devices_of_one_node_come_together() -> None:
+    a, b = cpus(40, 40, node="a"), cpus(40, 40, node="b")
+    plan = plan_pipeline(make_model(30), make_size(30), [a[0], b[0], a[1], b[1]], Wanted(stages=4, **SMALL))
+    assert [stage.device.node for stage in plan.stages] == ["a", "a", "b", "b"]
+
+
+def test_numeric_classes_are_told() -> None:
+    devices = gpus(30, 30)
+    mixed = [devices[0], replace(devices[1], numeric_class="sm_90")]
+    plan = plan_pipeline(make_model(30), make_size(30), mixed, Wanted(stages=2, **SMALL))
+    assert any("sm_86, sm_90" in note for note in plan.notes)
+    same = plan_pipeline(make_model(30), make_size(30), devices, Wanted(stages=2, **SMALL))
+    assert not any("numeric" in note for note in same.notes)
+
+
+def test_tied_embeddings_cost_on_both_ends() -> None:
+    model, wanted = make_model(4), Wanted(context=64, concurrency=1, **SMALL)
+    # One device holds the matrix once; two hold it twice.
+    one = plan_pipeline(model, make_size(4), gpus(9), replace(wanted, stages=1))
+    assert one.stages[0].weight_bytes == 8 * MIB
+    two = plan_pipeline(model, make_size(4), gpus(9, 9), replace(wanted, stages=2))
+    assert sum(stage.weight_bytes for stage in two.stages) == 12 * MIB
+    untied = plan_pipeline(model, make_size(4, tied=False), gpus(13), replace(wanted, stages=1))
+    assert untied.stages[0].weight_bytes == 12 * MIB
+
+
+def test_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
+    model, size = make_model(30), make_size(30)
+    token = 30 * model.kv_bytes_per_token("float16")
+    free = size.total + workspace_bytes(model, 16, 4, head=True) + 500 * token
+    device = [Device("cpu", "a", free, 4e9)]
+    plan = plan_pipeline(model, size, device, Wanted(**SMALL))
+    assert plan.context == 496  # whole blocks of 16
+    assert plan.concurrency == 1
+    assert any("496" in note for note in plan.notes)
+    with pytest.raises(PlanningError, match=r"600 tokens does not fit: on cpu .*--context 496"):
+        plan_pipeline(model, size, device, Wanted(context=600, **SMALL))
+    with pytest.raises(PlanningError, match=r"--context 240.*--kv-dtype float16"):
+        plan_pipeline(model, size, device, Wanted(context=600, kv_dtype="float32", **SMALL))
+
+
+def test_a_refusal_has_the_numbers() -> None:
+    with pytest.raises(PlanningError) as refusal:
+        plan_pipeline(make_model(30), make_size(30), cpus(10, 10, 16), Wanted(stages=3, **SMALL))
+    text = str(refusal.value)
+    assert "weights are 34.0 MiB" in text
+    assert "36.0 MiB in all" in text
+    # 30 layers and the matrix twice are 38 MiB and a little workspace: each of the three lacks at least 2/3 MiB.
+    assert "lacks 1.1 MiB" in text or "lacks 0." in text or "lacks 1.0 MiB" in text
+    assert all(f"a cpu {i}" in text for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (Wanted(context=0), "context 0 is not possible: the model was made for 1 to 2048"),
+        (Wanted(context=4096), "context 4096 .*1 to 2048"),
+        (Wanted(concurrency=0), "concurrency 0"),
+        (Wanted(stages=0), "0 stages"),
+        (Wanted(stages=4), "4 stages need 4 devices, and there are 3"),
+        (Wanted(split=(10, 10, 11)), "split 10,10,11 has 31 layers, but the model has 30"),
+        (Wanted(split=(0, 20, 10)), "only the last stage may have no layer"),
+        (Wanted(split=(40, -10)), "only the last stage"),
+        (Wanted(split=(10, 20), stages=3), "2 stages, but 3 stages are asked for"),
+        (Wanted(split=(5, 5, 5, 15)), "4 stages need 4 devices"),
+        (Wanted(split=(28, 1, 1)), r"In this split a cpu 0 lacks 12.0 MiB"),
+    ],
+)
+def test_contradictions_are_refused(wanted: Wanted, message: str) -> None:
+    with pytest.raises(PlanningError, match=message):
+        plan_pipeline(make_model(30), make_size(30), cpus(20, 20, 20), replace(wanted, **SMALL))
+
+
+def test_no_device() -> None:
+    with pytest.raises(PlanningError, match="no device"):
+        plan_pipeline(make_model(30), make_size(30), [], Wanted())
+
+
+def test_a_large_model_is_planned_in_time() -> None:
+    devices = gpus(*(24_000 - 1000 * i for i in range(8)), speeds=tuple(1e11 * (1 + i % 3) for i in range(8)))
+    plan = plan_pipeline(
+        make_model(126), ModelBytes((1200 * MIB,) * 126, 2000 * MIB, 2000 * MIB, tied=False), devices, Wanted(**SMALL)
+    )
+    assert len(plan.stages) == 8
