@@ -49,6 +49,11 @@ class Limits:
     cycle_ns: int
 
 
+def slack(cycle_ns: int) -> int:
+    """A difference in cycle time that does not count: below what any prediction knows, above the rounding."""
+    return cycle_ns // 1000 + 100
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """A split and what it reaches: `Limits` that it just keeps, and the time of one step through all stages."""
@@ -92,7 +97,8 @@ class Partition:
     def best(self, wanted_blocks: int, most_blocks: int) -> Outcome | None:
         """The best split, or None when the weights do not fit.
 
-        In this order: the pool up to `wanted_blocks`, the cycle, the pool up to `most_blocks`, the slowest stage.
+        In this order: the pool up to `wanted_blocks`, the cycle (up to `slack`), the pool up to `most_blocks`, the
+        slowest stage.
         """
         unlimited = 2**62
         limits = Limits(0, unlimited, unlimited)
@@ -100,6 +106,7 @@ class Partition:
             return None
         limits = self._grow_blocks(limits, wanted_blocks)
         limits = self._shrink(limits, "cycle_ns", self._feasible_outcome(limits).cycle_ns)
+        limits = replace(limits, cycle_ns=limits.cycle_ns + slack(limits.cycle_ns))
         limits = self._grow_blocks(limits, most_blocks)
         limits = self._shrink(limits, "stage_ns", self._feasible_outcome(limits).stage_ns)
         return self._feasible_outcome(limits)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardline.cluster.errors import PlanningError
-from shardline.cluster.partition import Partition, Share
+from shardline.cluster.partition import Partition, Share, slack
 from shardline.cluster.placement import Device, ModelBytes, PipelinePlan, Wanted
 from shardline.cluster.planner import plan_pipeline
 from shardline.cluster.stage_costs import StageCosts, workspace_bytes
@@ -143,7 +143,8 @@ def test_the_search_equals_brute_force(case: tuple[ModelSpec, ModelBytes, list[D
     computes = [device.compute or device.name for device in devices]
     search = Partition(model.num_layers, computes, stages, costs)
 
-    def rank(shares: tuple[Share, ...]) -> tuple[int, int, int, int]:
+    def measure(shares: tuple[Share, ...]) -> tuple[int, int, int, int]:
+        """The pool up to what is wanted, the cycle, the pool up to the most, the slowest stage."""
         busy: dict[str, int] = {}
         times, rooms = [], []
         for share in shares:
@@ -152,19 +153,20 @@ def test_the_search_equals_brute_force(case: tuple[ModelSpec, ModelBytes, list[D
             rooms.append(costs.blocks(share.device, share.first, share.end, share is shares[0], last))
             busy[computes[share.device]] = busy.get(computes[share.device], 0) + times[-1]
         blocks = min(rooms)
-        return (
-            min(blocks, costs.wanted_blocks),
-            -max(busy.values()),
-            min(blocks, max(costs.most_blocks, costs.wanted_blocks)),
-            -max(times),
-        )
+        most = max(costs.most_blocks, costs.wanted_blocks)
+        return min(blocks, costs.wanted_blocks), max(busy.values()), min(blocks, most), max(times)
 
-    ranks = [rank(shares) for shares in every_split(model.num_layers, len(devices), stages)]
-    best = max((r for r in ranks if r[0] >= 0), default=None)
+    left = [measure(shares) for shares in every_split(model.num_layers, len(devices), stages)]
+    left = [m for m in left if m[0] >= 0]
     found = search.best(costs.wanted_blocks, costs.most_blocks)
-    assert (found is None) == (best is None)
+    assert (found is None) == (not left)
     if found is not None:
-        assert rank(found.shares) == best
+        left = [m for m in left if m[0] == max(m[0] for m in left)]
+        least = min(m[1] for m in left)
+        left = [m for m in left if m[1] <= least + slack(least)]
+        left = [m for m in left if m[2] == max(m[2] for m in left)]
+        left = [m for m in left if m[3] == min(m[3] for m in left)]
+        assert measure(found.shares) in left
 
 
 @given(cases(), st.integers(0, 3), st.integers(1, 4_000_000))
@@ -243,8 +245,9 @@ def test_the_head_counts_as_work() -> None:
 
 
 def test_stages_on_shared_cores_are_even_when_memory_is_plenty() -> None:
-    plan = plan_pipeline(make_model(30), make_size(30, ends=0), cpus(900, 900, 900), Wanted(stages=3, **SMALL))
-    assert [spec.num_layers for spec in plan.specs] == [10, 10, 10]
+    plan = plan_pipeline(make_model(30), make_size(30), cpus(900, 900, 900), Wanted(stages=3, **SMALL))
+    # The head on the last stage is worth a layer.
+    assert [spec.num_layers for spec in plan.specs] == [10, 11, 9]
 
 
 def test_memory_beats_speed_when_the_fast_device_is_small() -> None:
