@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from shardline.cluster.errors import (
     EngineDeadError,
     EngineNotFoundError,
+    LeaseExpiredError,
     ModelNotFoundError,
     PlanningError,
     ShardlineError,
     StageLostError,
     TemplateError,
+    TokenizerError,
     TransportError,
 )
 from shardline.cluster.request import Completion, Delta, Message, Request, TokenLogprob, Usage
@@ -28,6 +30,7 @@ __all__ = [
     "Engine",
     "EngineDeadError",
     "EngineNotFoundError",
+    "LeaseExpiredError",
     "Message",
     "ModelNotFoundError",
     "PlanningError",
@@ -36,6 +39,7 @@ __all__ = [
     "StageLostError",
     "TemplateError",
     "TokenLogprob",
+    "TokenizerError",
     "TransportError",
     "Usage",
 ]

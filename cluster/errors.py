@@ -2,12 +2,14 @@
 
     ShardlineError
     ├── ModelNotFoundError   no such model, and how to get one
+    ├── TokenizerError       the model file's vocabulary is damaged or not supported; names the field
     ├── PlanningError        the model does not fit the devices, with the numbers
     ├── TemplateError        the model's chat template refuses the messages (also a ValueError)
     ├── StageLostError       a stage died, hung or reported a device error; the engine recovers from it
     ├── TransportError       a peer of the data plane broke the protocol
     ├── EngineDeadError      the retry budget is spent; carries the dead worker's own last words
-    └── EngineNotFoundError  no engine runs at that address
+    ├── EngineNotFoundError  no engine runs at that address
+    └── LeaseExpiredError    the engine had not heard of a client for too long and ended its requests
 
 All of them pickle.
 """
@@ -21,6 +23,18 @@ class ShardlineError(Exception):
 
 class ModelNotFoundError(ShardlineError):
     """No such model file; the message says how to get one."""
+
+
+class TokenizerError(ShardlineError):
+    """The model file's vocabulary cannot be used."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.field = field
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
 
 
 class PlanningError(ShardlineError):
@@ -59,3 +73,7 @@ class EngineDeadError(ShardlineError):
 
 class EngineNotFoundError(ShardlineError):
     """No engine runs at that address; the message says how to start one."""
+
+
+class LeaseExpiredError(ShardlineError):
+    """The engine had not heard of this client for too long and ended its requests; the message says how long."""

@@ -73,7 +73,7 @@ KNOWN_MODELS: Mapping[str, KnownModel] = MappingProxyType(
 
 
 def cache_folder() -> Path:
-    """Where fetched models live: `$SHARDLINE_CACHE/models`, else `shardline/models` under $XDG_CACHE_HOME or ~/.cache."""
+    """Where fetched models live: $SHARDLINE_CACHE/models, else shardline/models in $XDG_CACHE_HOME or ~/.cache."""
     own = os.environ.get("SHARDLINE_CACHE")
     if own:
         return Path(os.path.expanduser(own)) / "models"
