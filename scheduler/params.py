@@ -20,7 +20,7 @@ class SamplingParams:
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         min_p: Keep tokens at least this fraction as likely as the most likely one; 0 keeps all.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt or output; 1 is off.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
         presence_penalty: Subtracted once from the logit of each token in the output; 0 is off.
         frequency_penalty: Subtracted per occurrence from the logit of each token in the output; 0 is off.
         logit_bias: (token id, bias) pairs, added to the logits.

@@ -1,133 +1,508 @@
-"""The central continuous-batching scheduler: three verbs, `add`, `schedule`, `update` (and `abort`)."""
+"""The central continuous-batching scheduler: three verbs, `add`, `schedule`, `update` (and `abort`).
+
+A conductor over small managers: `WaitingQueue` (order), `BlockPool` (block ids and their content), `Sequence` (how far
+one sequence is), `fair_share` (how many sequences a plan takes). A sequence is always in exactly one of
+
+    waiting       in the queue; holds no blocks; the stages do not know it
+    ready         one token is not computed yet: the one that was sampled last, or the last of a prompt
+    catching up   more than one token is not computed yet; goes in chunks, several of which may be in flight
+    sampling      everything is computed or in flight, and its next token is not known yet
+
+and runs in the last three. A plan takes ready sequences first, then chunks, then admits from the queue.
+
+One order rules all: a sequence's rank, by arrival and priority. The queue is sorted by it; who lacks a block takes the
+blocks of the running sequence that ranks last, never of one that ranks before itself. So the first in rank always makes
+progress, and everybody becomes the first in the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardline.scheduler.params import SamplingParams
-from shardline.scheduler.plan import SampledToken, StepPlan, StepResult
+from shardline.scheduler.block_pool import ROOT_HASH, BlockPool
+from shardline.scheduler.config import SchedulerConfig
+from shardline.scheduler.errors import InvalidParameterError, QueueFullError, RequestTooLargeError
+from shardline.scheduler.microbatch import fair_share
+from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan, StepResult
+from shardline.scheduler.request import NewRequest, SchedulerStats, SequenceUpdate
+from shardline.scheduler.sequence import Rank, RequestState, Sequence
+from shardline.scheduler.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits and policy.
+class _InFlight:
+    """A plan whose result has not come yet: how many sequences it has, and which of them sample."""
 
-    Attributes:
-        num_blocks: Blocks in the pool: the smallest stage's.
-        block_size: Tokens a block: a power of two from 8.
-        max_context: The most tokens of one sequence, prompt and output.
-        depth: The most plans in flight.
-        max_step_tokens: The most rows of one step.
-        prefill_chunk: The most prompt tokens of one sequence in one step.
-        max_sequences: The most sequences that hold blocks at once.
-        min_microbatch: Do not spread ready sequences thinner than this over the free slots of the pipeline. 1 on
-            GPUs of their own (a step is bound by the weights' bytes); more where stages share one device.
-        max_waiting: The most requests that may wait; more are refused.
-        watermark: Blocks that an admission must leave free.
-        prefix_cache: Whether full blocks of ended and running sequences are found again by their tokens.
-        eos_token_ids: The model's own end tokens.
-        vocab_size: For checking token ids.
+    step_id: int
+    size: int
+    sampling: tuple[int, ...]
+
+
+class _Draft:
+    """The plan that is being made: how many tokens of which sequences.
+
+    Drafting changes nothing that the stages see: a sequence can be taken out again, and the whole draft be dropped.
     """
 
-    num_blocks: int
-    block_size: int
-    max_context: int
-    depth: int
-    max_step_tokens: int
-    prefill_chunk: int
-    max_sequences: int
-    min_microbatch: int = 1
-    max_waiting: int = 4096
-    watermark: int = 0
-    prefix_cache: bool = True
-    eos_token_ids: tuple[int, ...] = ()
-    vocab_size: int = 2**31 - 1
+    def __init__(self, max_tokens: int) -> None:
+        self.counts: dict[Sequence, int] = {}
+        self.budget = max_tokens
 
+    def put(self, sequence: Sequence, count: int) -> None:
+        self.counts[sequence] = count
+        self.budget -= count
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A request as the scheduler sees it: ids only. `priority`: lower runs first. `params.seed` is resolved."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    priority: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
-    """A new token of one sequence of a request, or its end.
-
-    Attributes:
-        request_id: The request.
-        index: Which of its n sequences.
-        token: The new token; None when the sequence ended without one.
-        finish_reason: None while it goes on; "stop" (a stop token, which is `token`), "length" or "abort".
-        cached_tokens: Prompt tokens found in the prefix cache when it was first admitted.
-    """
-
-    request_id: str
-    index: int
-    token: SampledToken | None
-    finish_reason: str | None
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """A snapshot for the status line and metrics."""
-
-    waiting: int
-    running: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_total: int
-    in_flight: int
-    preemptions: int
-    prefix_hit_tokens: int
-    steps: int
+    def discard(self, sequence: Sequence) -> None:
+        self.budget += self.counts.pop(sequence, 0)
 
 
 class Scheduler:
-    """See `SchedulerConfig`. Not thread-safe: one owner calls it."""
+    """See `SchedulerConfig`. Not thread-safe: one owner calls it.
+
+    Plans must reach every stage, and results come back here, in the order of the plans. While anything is unfinished
+    and nothing is in flight, `schedule` always gives a plan.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self._pool = BlockPool(config.num_blocks, config.block_size)
+        self._requests: dict[str, RequestState] = {}
+        self._waiting = WaitingQueue()
+        self._running: dict[int, Sequence] = {}  # by seq_id
+        self._ready: dict[int, Sequence] = {}  # in the order in which they became ready
+        self._catching_up: dict[int, Sequence] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._forget: list[int] = []
+        # Chain hashes of blocks that a running sequence will fill from tokens it has already.
+        self._coming: dict[int, Sequence] = {}
+        self._arrivals = 0
+        self._next_seq_id = 0
+        self._next_step_id = 0
+        self._preemptions = 0
+        self._prefix_hit_tokens = 0
+
+    # The verbs.
 
     def add(self, request: NewRequest) -> None:
-        """Queue a request. Raises RequestTooLargeError, QueueFullError or InvalidParameterError (empty prompt,
-        id in use, token out of the vocabulary)."""
-        raise NotImplementedError
+        """Queue a request.
+
+        Raises:
+            RequestTooLargeError: it could never run here; the text has the numbers and the remedy.
+            QueueFullError: `max_waiting` requests wait already.
+            InvalidParameterError: an empty prompt, an id in use, a token out of the vocabulary, a seed that is missing.
+        """
+        self._check(request)
+        max_tokens = self._max_tokens(request)
+        if self._waiting.num_requests >= self.config.max_waiting:
+            raise QueueFullError(
+                f"{self._waiting.num_requests} requests wait already, which is the limit: try again later, or raise "
+                "max_waiting"
+            )
+        stop_ids = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            stop_ids |= frozenset(self.config.eos_token_ids)
+        arrival = self._arrivals
+        self._arrivals += 1
+        rank = (arrival + request.priority * self.config.priority_span, arrival)
+        state = RequestState(request, stop_ids, max_tokens, rank)
+        self._requests[request.request_id] = state
+        for index in range(request.params.n):
+            sequence = Sequence.of(state, index)
+            state.live[index] = sequence
+            self._waiting.push(sequence)
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when nothing can run or the pipeline is full."""
-        raise NotImplementedError
+        if len(self._in_flight) >= self.config.depth:
+            return None
+        draft = _Draft(self.config.max_step_tokens)
+        self._take_ready(draft)
+        num_chunks = self._chunk_share(draft)
+        num_chunks -= self._take_chunks(draft, num_chunks)
+        self._admit(draft, num_chunks)
+        rows = self.config.max_step_tokens - draft.budget
+        if rows == 0 or (self._in_flight and rows < self.config.min_microbatch):
+            return None
+        return self._issue(draft)
 
     def update(self, result: StepResult) -> list[SequenceUpdate]:
         """Take a result, in the order of the plans."""
-        raise NotImplementedError
+        assert self._in_flight, f"the result of step {result.step_id} came, but no plan is in flight"
+        plan = self._in_flight.popleft()
+        assert result.step_id == plan.step_id, f"the result of step {result.step_id} came before step {plan.step_id}'s"
+        sampled = tuple(token.seq_id for token in result.tokens)
+        assert sampled == plan.sampling, f"step {plan.step_id} samples for {plan.sampling}, the result is of {sampled}"
+        updates = []
+        for token in result.tokens:
+            sequence = self._running.get(token.seq_id)
+            if sequence is None:  # aborted or preempted since
+                continue
+            update = sequence.append(token)
+            updates.append(update)
+            if update.finish_reason is None:
+                self._ready[sequence.seq_id] = sequence
+            else:
+                self._stop_running(sequence)
+                self._end(sequence)
+        return updates
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request (or one of its sequences) now; unknown or ended ones are no error. No update follows for it."""
-        raise NotImplementedError
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        for sequence in list(state.live.values()):
+            if index is None or sequence.index == index:
+                if sequence.seq_id in self._running:
+                    self._stop_running(sequence)
+                else:
+                    self._waiting.remove(sequence)
+                self._end(sequence)
 
     def drop_in_flight(self) -> None:
-        """A stage was lost: forget all plans in flight and every cached block; unfinished sequences are recomputed."""
-        raise NotImplementedError
+        """A stage was lost: forget all plans in flight and every cached block; unfinished sequences are recomputed.
+
+        The stages must know no sequence afterwards, and take the next plan's step id as it is.
+        """
+        for sequence in list(self._running.values()):
+            self._stop_running(sequence)
+            self._waiting.push(sequence)
+        self._in_flight.clear()
+        self._forget.clear()
+        self._pool.reset()
+
+    # What can be asked.
 
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
-        raise NotImplementedError
+        return bool(self._requests)
+
+    def unfinished(self) -> list[str]:
+        """Ids of the requests that have not ended, in the order in which they came."""
+        return list(self._requests)
 
     def stats(self) -> SchedulerStats:
         """A snapshot."""
-        raise NotImplementedError
+        return SchedulerStats(
+            waiting=len(self._waiting),
+            running=len(self._running),
+            blocks_used=self._pool.num_held,
+            blocks_cached=self._pool.num_idle,
+            blocks_total=self._pool.num_blocks,
+            in_flight=len(self._in_flight),
+            preemptions=self._preemptions,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            steps=self._next_step_id,
+        )
+
+    # Admission control.
+
+    def _check(self, request: NewRequest) -> None:
+        if request.request_id in self._requests:
+            raise InvalidParameterError("request_id", request.request_id, "an id that no unfinished request has")
+        if not request.prompt_ids:
+            raise InvalidParameterError("prompt_ids", request.prompt_ids, "at least one token")
+        if isinstance(request.priority, bool) or not isinstance(request.priority, int):
+            raise InvalidParameterError("priority", request.priority, "an integer")
+        if request.params.seed is None and request.params.temperature > 0:
+            raise InvalidParameterError("seed", None, "a seed, which the caller must draw, when temperature is above 0")
+        vocab_size = self.config.vocab_size
+        allowed = f"token ids from 0 to {vocab_size - 1}"
+        for field, token_ids in (
+            ("prompt_ids", request.prompt_ids),
+            ("stop_token_ids", request.params.stop_token_ids),
+            ("logit_bias", tuple(token_id for token_id, _bias in request.params.logit_bias)),
+        ):
+            for token_id in token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                    raise InvalidParameterError(field, token_id, allowed)
+
+    def _max_tokens(self, request: NewRequest) -> int:
+        """The tokens, prompt and output, at which a sequence of the request ends; raises if it could never get there.
+
+        The last token of a sequence is not run, so it needs no place in the pool.
+        """
+        config = self.config
+        prompt, wanted = len(request.prompt_ids), request.params.max_tokens
+        if prompt >= config.max_context:
+            raise RequestTooLargeError(
+                f"the prompt has {prompt} tokens, and the context holds {config.max_context} with at least one to "
+                f"generate: shorten the prompt to {config.max_context - 1} tokens, or start with a longer context"
+            )
+        total = min(config.max_context, prompt + (wanted or config.max_context))
+        capacity = config.num_blocks * config.block_size
+        if prompt > capacity or (wanted is not None and total - 1 > capacity):
+            need = self._pool.blocks_for(prompt if prompt > capacity else total - 1)
+            what = f"the prompt of {prompt} tokens" + (f" with max_tokens={wanted}" if prompt <= capacity else "")
+            remedy = "shorten the prompt" if prompt > capacity else f"lower max_tokens to {capacity + 1 - prompt}"
+            raise RequestTooLargeError(
+                f"{what} needs {need} blocks of {config.block_size} tokens, and the pool has {config.num_blocks} "
+                f"({capacity} tokens): {remedy}, or start with more blocks"
+            )
+        return min(total, capacity + 1)
+
+    def _admit(self, draft: _Draft, at_most: int) -> None:
+        """Let waiting sequences in, in order of rank, for up to `at_most` chunks of this plan.
+
+        A sequence enters when all the tokens that it has fit, not only its first chunk: otherwise two long prompts
+        would both enter, and then take each other's blocks. Who does not fit stops those behind it, so that a long
+        prompt is not passed by short ones for ever. Who waits for a prefix that is being computed lets them pass.
+        """
+        for sequence in self._waiting if at_most > 0 and draft.budget > 0 else ():
+            if sequence.awaits in self._coming:
+                continue
+            hashes = self._hashes(sequence, (sequence.num_tokens - 1) // self.config.block_size)
+            found = self._pool.match(hashes, sequence.token_ids)
+            sequence.awaits = next((h for h in reversed(hashes[len(found) :]) if h in self._coming), None)
+            if sequence.awaits is not None:
+                continue
+            if not self._make_room(sequence, found, draft):
+                return
+            self._start_running(sequence, found)
+            entered = self._reserve(sequence, min(sequence.lag, self.config.prefill_chunk, draft.budget), draft)
+            assert entered, "an admitted sequence has its blocks"
+            at_most -= 1
+            if at_most == 0 or draft.budget == 0:
+                return
+
+    def _make_room(self, sequence: Sequence, found: list[int], draft: _Draft) -> bool:
+        """Whether a waiting sequence, of which some blocks were found, may enter now.
+
+        For a more urgent class, sequences of the less urgent ones are preempted, if that is enough.
+        """
+        by_rank = sorted(self._running.values(), key=lambda other: other.rank)
+        need = self._pool.blocks_for(sequence.num_tokens) - len(found)
+        # Of those found, the idle ones are available now, but not once this sequence holds them.
+        available = self._pool.num_available - self._pool.num_idle_among(found) - need
+
+        def enters(running: list[Sequence], available: int) -> bool:
+            if not running:
+                return available >= 0
+            # Who was preempted comes back when each running sequence could grow, or it would be preempted at once.
+            spare = max(self.config.watermark, len(running) if sequence.was_preempted else 0)
+            reserved = sum(self._blocks_short(other) for other in running)
+            return len(running) < self.config.max_sequences and available - reserved >= spare
+
+        if enters(by_rank, available):
+            return True
+        victims: list[Sequence] = []
+        while by_rank and by_rank[-1].priority > sequence.priority and by_rank[-1].rank > sequence.rank:
+            victims.append(by_rank.pop())
+            released = self._pool.num_released_by((victim.table for victim in victims), keep=found)
+            if enters(by_rank, available + released):
+                for victim in victims:
+                    self._preempt(victim, draft)
+                return True
+        return False
+
+    def _blocks_short(self, sequence: Sequence) -> int:
+        """Blocks that a sequence needs for the tokens it has, and does not hold yet."""
+        return max(0, self._pool.blocks_for(sequence.num_tokens) - len(sequence.table))
+
+    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[int]:
+        """Chain hashes of the first `num_blocks` full blocks of a sequence; none without a prefix cache."""
+        if not self.config.prefix_cache:
+            return []
+        hashes, size = sequence.hashes, self.config.block_size
+        if not hashes and sequence.request.prompt_hashes:
+            hashes.extend(sequence.request.prompt_hashes)
+        while len(hashes) < num_blocks:
+            index = len(hashes)
+            parent = hashes[-1] if hashes else ROOT_HASH
+            hashes.append(self._pool.hash_of(parent, sequence.token_ids(index * size, (index + 1) * size)))
+        if sequence.request.prompt_hashes is None:
+            sequence.request.prompt_hashes = hashes[: len(sequence.request.request.prompt_ids) // size]
+        return hashes[:num_blocks]
+
+    # Drafting a plan.
+
+    def _take_ready(self, draft: _Draft) -> None:
+        num_decoding = len(self._running) - len(self._catching_up)
+        share = self._share(num_decoding, (len(plan.sampling) for plan in self._in_flight))
+        for sequence in list(self._ready.values()):
+            if len(draft.counts) == share or draft.budget == 0:
+                return
+            # A sequence that was preempted for one before it is not ready any more.
+            if sequence.seq_id in self._ready:
+                self._reserve(sequence, 1, draft)
+
+    def _chunk_share(self, draft: _Draft) -> int:
+        """How many sequences may have chunks in this plan: as the queue enters, it is spread over the plans too."""
+        active = len(self._running) + min(len(self._waiting), self.config.max_sequences - len(self._running))
+        share = self._share(active, (plan.size for plan in self._in_flight))
+        return max(1, share - len(draft.counts))
+
+    def _take_chunks(self, draft: _Draft, at_most: int) -> int:
+        taken = 0
+        for sequence in sorted(self._catching_up.values(), key=lambda other: other.rank):
+            if taken == at_most or draft.budget == 0:
+                break
+            if sequence.seq_id in self._catching_up:
+                count = min(sequence.lag, self.config.prefill_chunk, draft.budget)
+                taken += self._reserve(sequence, count, draft)
+        return taken
+
+    def _share(self, active: int, in_flight: Iterator[int]) -> int:
+        return fair_share(active, self.config.depth, self.config.min_microbatch, in_flight)
+
+    def _reserve(self, sequence: Sequence, count: int, draft: _Draft) -> bool:
+        """Draft `count` tokens of a running sequence, with their blocks; False when it must wait for blocks."""
+        need = self._pool.blocks_for(sequence.num_computed + count) - len(sequence.table)
+        while self._pool.num_available < need:
+            last = max(self._running.values(), key=lambda other: other.rank)
+            if last is sequence:
+                return False
+            self._preempt(last, draft)
+        if need > 0:
+            sequence.table.extend(self._pool.take(need))
+        draft.put(sequence, count)
+        return True
+
+    def _issue(self, draft: _Draft) -> StepPlan:
+        """Make the plan of a draft. From here on its tokens count as computed, and its full blocks can be found."""
+        starts, runs, sampling = [], [], []
+        for sequence, count in draft.counts.items():
+            table, first = sequence.table, sequence.num_computed
+            if sequence.known_blocks is None:
+                starts.append(self._start_message(sequence))
+                sequence.known_blocks = first // self.config.block_size
+            sequence.sampling = count == sequence.lag
+            runs.append(
+                SequenceRun(
+                    sequence.seq_id,
+                    first,
+                    sequence.token_ids(first, first + count),
+                    tuple(table[sequence.known_blocks :]),
+                    sequence.sampling,
+                )
+            )
+            sequence.known_blocks = len(table)
+            sequence.num_computed = first + count
+            self._publish(sequence, first)
+            self._sort_in(sequence)
+            if sequence.sampling:
+                sampling.append(sequence.seq_id)
+        plan = StepPlan(self._next_step_id, tuple(self._forget), tuple(starts), tuple(runs))
+        self._forget.clear()
+        self._next_step_id += 1
+        self._in_flight.append(_InFlight(plan.step_id, len(runs), tuple(sampling)))
+        return plan
+
+    def _start_message(self, sequence: Sequence) -> SequenceStart:
+        return SequenceStart(
+            seq_id=sequence.seq_id,
+            params=sequence.params,
+            prompt_len=len(sequence.request.request.prompt_ids),
+            token_ids=sequence.token_ids(0, sequence.num_tokens),
+            block_ids=tuple(sequence.table[: sequence.num_computed // self.config.block_size]),
+        )
+
+    def _publish(self, sequence: Sequence, first: int) -> None:
+        """Let the blocks be found that became full since `first` tokens were computed."""
+        size = self.config.block_size
+        start, end = first // size, sequence.num_computed // size
+        if start == end or not self.config.prefix_cache:
+            return
+        hashes = self._hashes(sequence, end)
+        for index in range(start, end):
+            self._pool.publish(
+                sequence.table, index, hashes[index], sequence.token_ids(index * size, (index + 1) * size)
+            )
+            if self._coming.get(hashes[index]) is sequence:
+                del self._coming[hashes[index]]
+
+    # From state to state.
+
+    def _start_running(self, sequence: Sequence, found: list[int]) -> None:
+        """From waiting to running, with the blocks that were found."""
+        self._waiting.remove(sequence)
+        self._pool.hold(found)
+        sequence.table = found
+        sequence.num_computed = len(found) * self.config.block_size
+        sequence.seq_id = self._next_seq_id
+        self._next_seq_id += 1
+        self._prefix_hit_tokens += sequence.num_computed
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.num_computed
+        self._running[sequence.seq_id] = sequence
+        self._sort_in(sequence)
+        for chain_hash in self._hashes(sequence, sequence.num_tokens // self.config.block_size)[len(found) :]:
+            self._coming.setdefault(chain_hash, sequence)
+
+    def _sort_in(self, sequence: Sequence) -> None:
+        """Put a running sequence among the ready or those that catch up, as its lag says."""
+        self._ready.pop(sequence.seq_id, None)
+        self._catching_up.pop(sequence.seq_id, None)
+        if sequence.lag == 1:
+            self._ready[sequence.seq_id] = sequence
+        elif sequence.lag > 1:
+            self._catching_up[sequence.seq_id] = sequence
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """Give up a running sequence's blocks and its name. What is in flight for it will find nobody."""
+        self._pool.release(sequence.table)
+        for chain_hash in sequence.hashes[sequence.num_computed // self.config.block_size :]:
+            if self._coming.get(chain_hash) is sequence:
+                del self._coming[chain_hash]
+        if sequence.known_blocks is not None:
+            self._forget.append(sequence.seq_id)
+        del self._running[sequence.seq_id]
+        self._ready.pop(sequence.seq_id, None)
+        self._catching_up.pop(sequence.seq_id, None)
+        sequence.table = []
+        sequence.num_computed = 0
+        sequence.seq_id = -1
+        sequence.known_blocks = None
+        sequence.sampling = False
+
+    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+        """Take a running sequence's blocks; it waits with all its tokens so far, to be recomputed."""
+        draft.discard(sequence)
+        self._stop_running(sequence)
+        sequence.was_preempted = True
+        self._preemptions += 1
+        self._waiting.push(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        state = sequence.request
+        del state.live[sequence.index]
+        if not state.live:
+            del self._requests[state.request.request_id]
+
+    # Proof.
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a block is leaked, shared wrongly or counted wrongly."""
-        raise NotImplementedError
+        """Raise AssertionError if a block is leaked, shared wrongly or counted wrongly, or a sequence is lost."""
+        self._pool.check(sequence.table for sequence in self._running.values())
+        live = {id(sequence) for state in self._requests.values() for sequence in state.live.values()}
+        waiting = {id(sequence) for sequence in self._waiting}
+        running = {id(sequence) for sequence in self._running.values()}
+        assert not waiting & running, "a sequence waits and runs"
+        assert waiting | running == live, "a sequence is lost, or outlived its request"
+        for sequence in self._waiting:
+            assert not sequence.table, "a waiting sequence holds blocks"
+            assert (sequence.num_computed, sequence.seq_id) == (0, -1), "a waiting sequence still has a name"
+        ranks: list[Rank] = [sequence.rank for sequence in self._waiting]
+        assert ranks == sorted(ranks), "the queue is out of order"
+        assert len(self._running) <= self.config.max_sequences, "more sequences run than are allowed"
+        assert len(self._in_flight) <= self.config.depth, "more plans are in flight than are allowed"
+        in_flight = [seq_id for plan in self._in_flight for seq_id in plan.sampling]
+        assert len(set(in_flight)) == len(in_flight), "a sequence samples in two plans in flight"
+        assert all(sequence in self._running.values() for sequence in self._coming.values()), "nobody fills a block"
+        for seq_id, sequence in self._running.items():
+            self._check_running(seq_id, sequence, seq_id in in_flight)
 
-    def unfinished(self) -> Sequence[str]:
-        """Ids of the requests that have not ended."""
-        raise NotImplementedError
+    def _check_running(self, seq_id: int, sequence: Sequence, sampling: bool) -> None:
+        name = f"sequence {seq_id}"
+        assert sequence.seq_id == seq_id, f"{name} is kept as {sequence.seq_id}"
+        assert len(set(sequence.table)) == len(sequence.table), f"{name} has a block twice"
+        assert len(sequence.table) >= self._pool.blocks_for(sequence.num_computed), f"{name} lacks a block"
+        for index, block_id in enumerate(sequence.table):
+            written_later = (index + 1) * self.config.block_size > sequence.num_computed
+            assert not written_later or self._pool.holders(block_id) == 1, f"{name} would write to a shared block"
+        assert sequence.sampling == sampling, f"{name} waits for a token that no plan in flight samples"
+        state = (sequence.lag == 1, sequence.lag > 1, sampling)
+        assert sum(state) == 1, f"{name} is (ready, catching up, sampling) = {state}"
+        assert (seq_id in self._ready, seq_id in self._catching_up) == state[:2], f"{name} is not where its lag says"
