@@ -15,8 +15,8 @@ def rope_tables(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """cos and sin, float32 [positions, rotary_dim / 2], of position / factor * base^(-2i / rotary_dim) / factors[i].
 
-    The math libraries of two hosts may differ in a float64's last bit, and then now and then in the float32 that it rounds
-    to; two stages of one model must not. So the angles are taken in extended precision, of two short ranges of
+    The math libraries of two hosts may differ in a float64's last bit, and then now and then in the float32 that it
+    rounds to; two stages of one model must not. So the angles are taken in extended precision, of two short ranges of
     positions, and joined by the addition theorems: what reaches float32 is far more exact than it can show.
     """
     channels = np.arange(rope.rotary_dim // 2, dtype=np.longdouble)

@@ -10,6 +10,10 @@ from numpy.typing import NDArray
 from shardline.kernels import Backend
 from shardline.scheduler.plan import StepPlan, StepResult
 from shardline.stage.checkpoint import Checkpoint
+from shardline.stage.decoder import Decoder
+from shardline.stage.errors import PlanError
+from shardline.stage.sampling import History, SamplingRow, sampled_tokens, sampling_batch
+from shardline.stage.sequences import Limits, Sequence, checked, step_rows
 from shardline.stage.spec import StageSpec
 
 
@@ -27,6 +31,22 @@ class Stage:
     def __init__(self, spec: StageSpec, checkpoint: Checkpoint, backend: Backend) -> None:
         """Load this stage's own tensors, one in flight, and allocate its pool and workspace."""
         self.spec = spec
+        self._hidden_size = checkpoint.spec.hidden_size
+        self._vocab_size = checkpoint.spec.vocab_size
+        self._backend = backend
+        self._decoder = Decoder(spec, checkpoint, backend)
+        self._limits = Limits(
+            num_blocks=spec.num_blocks,
+            block_size=spec.block_size,
+            max_blocks=self._decoder.max_blocks,
+            max_context=spec.max_context,
+            max_step_tokens=spec.max_step_tokens,
+            max_sequences=spec.max_sequences,
+            vocab_size=checkpoint.spec.vocab_size,
+        )
+        self._sequences: dict[int, Sequence] = {}
+        self._histories: dict[int, History] = {}
+        self._next_step: int | None = None
 
     def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
         """Run one plan.
@@ -38,16 +58,80 @@ class Stage:
         Raises:
             PlanError: the plan does not fit what this stage knows; its state is unchanged.
         """
-        raise NotImplementedError
+        self._forward(plan, hidden)
+        if not self.spec.has_head:
+            return StepOutput(self._decoder.hidden(plan.num_tokens), None)
+        return StepOutput(None, self._sample(plan))
 
     def logits(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Like `run` on a last stage, but logits of *every* row, float32 [plan.num_tokens, vocab]; nothing is sampled."""
-        raise NotImplementedError
+        """Like `run` on a last stage, but logits of *every* row, float32 [plan.num_tokens, vocab]; none is sampled."""
+        assert self.spec.has_head, "only the last stage has logits"
+        self._forward(plan, hidden)
+        out = np.empty((plan.num_tokens, self._vocab_size), np.float32)
+        for start in range(0, plan.num_tokens, self._decoder.max_head_rows):
+            end = min(start + self._decoder.max_head_rows, plan.num_tokens)
+            logits = self._decoder.logits(np.arange(start, end, dtype=np.int32))
+            out[start:end] = self._backend.read(logits[: end - start])
+        return out
 
     def reset(self) -> None:
         """Forget every sequence; the next plan may have any step id. Weights and pool stay."""
-        raise NotImplementedError
+        self._sequences.clear()
+        self._histories.clear()
+        self._next_step = None
 
     def close(self) -> None:
         """Give back the backend's memory and threads."""
-        raise NotImplementedError
+        self._backend.close()
+
+    def _forward(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> None:
+        """Check the plan, take it over, and enqueue its layers."""
+        if self._next_step is not None and plan.step_id != self._next_step:
+            raise PlanError(f"plan {plan.step_id} came where plan {self._next_step} was due")
+        after = checked(plan, self._sequences, self._limits)
+        step = step_rows(plan, after, self._limits)
+        self._check_hidden(plan, hidden)
+
+        self._next_step = plan.step_id + 1
+        self._sequences = after
+        if self.spec.has_head:
+            for seq_id in plan.forget:
+                self._histories.pop(seq_id, None)
+            for start in plan.starts:
+                if start.params.needs_history:
+                    self._histories[start.seq_id] = History(start.token_ids, start.prompt_len)
+        self._decoder.forward(step, hidden)
+
+    def _check_hidden(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> None:
+        if self.spec.has_embed:
+            if hidden is not None:
+                raise PlanError(f"plan {plan.step_id} came with hidden states, but this stage has the embedding")
+        elif hidden is None:
+            raise PlanError(f"plan {plan.step_id} came without hidden states")
+        elif hidden.dtype != np.float32 or hidden.shape != (plan.num_tokens, self._hidden_size):
+            raise PlanError(
+                f"plan {plan.step_id} came with hidden states {hidden.dtype} {list(hidden.shape)}, "
+                f"not float32 {[plan.num_tokens, self._hidden_size]}"
+            )
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        seq_ids, rows, last_rows = [], [], []
+        end = 0
+        for run in plan.runs:
+            end += len(run.token_ids)
+            if run.samples:
+                seq_ids.append(run.seq_id)
+                last_rows.append(end - 1)
+                position = run.position + len(run.token_ids)
+                params = self._sequences[run.seq_id].params
+                rows.append(SamplingRow(params, position, self._histories.get(run.seq_id)))
+        if not rows:
+            self._backend.synchronize()
+            return StepResult(plan.step_id, ())
+        logits = self._decoder.logits(np.array(last_rows, np.int32))
+        output = self._backend.sample(logits, sampling_batch(rows))
+        tokens = sampled_tokens(seq_ids, [row.params for row in rows], output)
+        for token, row in zip(tokens, rows, strict=True):
+            if row.history is not None:
+                row.history.add(token.token_id)
+        return StepResult(plan.step_id, tokens)
