@@ -1,0 +1,165 @@
+"""Every block type maps to the canonical format bit for bit."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from shardline.stage import CheckpointError, open_checkpoint
+
+QUANTIZED = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+SHAPES = {
+    Kind.Q4_0: (4, 32, np.float16),
+    Kind.Q4_1: (4, 32, np.float16),
+    Kind.Q5_0: (8, 32, np.float16),
+    Kind.Q5_1: (8, 32, np.float16),
+    Kind.Q8_0: (8, 32, np.float16),
+    Kind.Q4_K: (4, 32, np.float32),
+    Kind.Q5_K: (8, 32, np.float32),
+    Kind.Q6_K: (8, 16, np.float32),
+}
+ROLES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"} | {
+    name: f"ffn_{name}" for name in ("gate", "up", "down")
+}
+
+
+def model(tiny_model, kind, **changes):
+    # K-quants come in rows of 256.
+    return tiny_model(kinds=[kind], hidden=256, ffn=512, head_dim=64, layers=2, **changes)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_weights_are_the_files_own(tiny_model, kind):
+    path = model(tiny_model, kind)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    checkpoint = open_checkpoint(path)
+    for layer in range(2):
+        for role, name in ROLES.items():
+            tensor = tensors[f"blk.{layer}.{name}.weight"]
+            matrix = checkpoint.matrix(role, layer)
+            assert (matrix.bits, matrix.group_size, matrix.scale.dtype) == SHAPES[kind]
+            assert np.array_equal(matrix.dequantize(), gguf.dequantize(tensor.data, kind))
+            assert matrix.nbytes == checkpoint.matrix_bytes(role, layer)
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_a_tensor_of_many_pieces_is_the_same(tiny_model, kind):
+    """Tensors are unpacked some rows at a time; this one takes several pieces, the last a short one."""
+    path = tiny_model(embed=kind, hidden=256, ffn=256, head_dim=64, layers=1, vocab=4099)
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "token_embd.weight")
+    assert tensor.n_bytes > 2 << 18
+    checkpoint = open_checkpoint(path)
+    assert np.array_equal(checkpoint.matrix("embed", None).dequantize(), gguf.dequantize(tensor.data, kind))
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
+def test_float_matrices_become_eight_bits_and_a_warning_says_so(tiny_model, kind, caplog):
+    path = model(tiny_model, kind)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    checkpoint = open_checkpoint(path)
+    with caplog.at_level(logging.WARNING):
+        for role, name in ROLES.items():
+            matrix = checkpoint.matrix(role, 1)
+            values = gguf.dequantize(tensors[f"blk.1.{name}.weight"].data, kind)
+            rounded = gguf.dequantize(gguf.quantize(values, Kind.Q8_0), Kind.Q8_0)
+            assert np.array_equal(matrix.dequantize(), rounded)
+            assert np.abs(matrix.dequantize() - values).max() <= np.abs(values).max() / 200
+            assert matrix.nbytes == checkpoint.matrix_bytes(role, 1)
+    assert len(caplog.records) == 1
+    assert str(path) in caplog.text
+    assert kind.name in caplog.text
+    assert "quantized to 8 bits" in caplog.text
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
+def test_vectors_stay_float32(tiny_model, kind):
+    values = np.linspace(-2, 3, 64, dtype=np.float32)
+    raw = gguf.quantize(values, kind)
+    path = tiny_model(edit=lambda tensors: tensors.update({"output_norm.weight": (raw, kind)}))
+    checkpoint = open_checkpoint(path)
+    got = checkpoint.vector("final_norm", None)
+    assert got.dtype == np.float32
+    assert np.array_equal(got, gguf.dequantize(raw, kind))
+    checkpoint.close()
+
+
+def test_scales_beyond_float16_stay_exact(tiny_model):
+    """A Q8_0 scale of 600 is a float16, its minimum -128 * 600 is none; and neither are the ones after it."""
+
+    def enlarge(tensors):
+        data, kind = tensors["token_embd.weight"]
+        data = data.copy()
+        data[50, :2] = np.array([600], np.float16).view(np.uint8)
+        tensors["token_embd.weight"] = (data, kind)
+
+    path = tiny_model(edit=enlarge)
+    checkpoint = open_checkpoint(path)
+    matrix = checkpoint.matrix("embed", None)
+    assert matrix.scale.dtype == np.float32
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "token_embd.weight")
+    assert np.array_equal(matrix.dequantize(), gguf.dequantize(tensor.data, Kind.Q8_0))
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "offset"),
+    [(kind, 0) for kind in QUANTIZED[:7]]
+    + [(kind, 2) for kind in (Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K)]
+    + [(Kind.Q6_K, 208)],
+    ids=lambda value: value.name if isinstance(value, Kind) else str(value),
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
+def test_scales_that_are_no_numbers_are_refused(tiny_model, kind, offset, bad):
+    def poison(tensors):
+        data, _ = tensors["blk.1.ffn_up.weight"]
+        data = data.copy()
+        data[7, offset : offset + 2] = np.array([bad], np.float16).view(np.uint8)
+        # A minimum is a product with a 6-bit integer, which must not be zero for inf to stay inf.
+        if kind in (Kind.Q4_K, Kind.Q5_K):
+            data[7, 4:16] = 255
+        tensors["blk.1.ffn_up.weight"] = (data, kind)
+
+    path = model(tiny_model, kind, edit=poison)
+    checkpoint = open_checkpoint(path)
+    checkpoint.matrix("gate", 1)
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up\.weight: .* not a finite number"):
+        checkpoint.matrix("up", 1)
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, 3e38], ids=str)
+def test_float_elements_that_do_not_fit_are_refused(tiny_model, bad):
+    def poison(tensors):
+        data, kind = tensors["blk.0.attn_q.weight"]
+        values = data.view(np.float32).copy()
+        values[3, 5] = bad
+        tensors["blk.0.attn_q.weight"] = (values, kind)
+
+    path = tiny_model(kinds=[Kind.F32], edit=poison)
+    checkpoint = open_checkpoint(path)
+    with pytest.raises(CheckpointError, match=r"tensor blk\.0\.attn_q\.weight: .* not a finite number"):
+        checkpoint.matrix("q", 0)
+    checkpoint.close()
+
+
+def test_the_real_model(smollm2: Path):
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2).tensors}
+    checkpoint = open_checkpoint(smollm2)
+    for role, layer, name in (
+        ("embed", None, "token_embd"),
+        ("head", None, "token_embd"),
+        ("down", 29, "blk.29.ffn_down"),
+    ):
+        tensor = tensors[f"{name}.weight"]
+        assert np.array_equal(
+            checkpoint.matrix(role, layer).dequantize(), gguf.dequantize(tensor.data, tensor.tensor_type)
+        )
+    checkpoint.close()
