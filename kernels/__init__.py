@@ -1,8 +1,9 @@
-"""The arithmetic's room: one `Backend` interface, one implementation a kind of device. The only room with cupy or numba."""
+"""The arithmetic's room: one `Backend` interface, one implementation a kind of device; alone in using cupy or numba."""
 
 from __future__ import annotations
 
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
+from shardline.kernels.cpu.resident import cpu_resident_bytes
 from shardline.kernels.matrix import GROUP_SIZES, GroupedMatrix, pack_nibbles
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
@@ -19,6 +20,7 @@ __all__ = [
     "SamplingBatch",
     "Weight",
     "cpu_backend",
+    "cpu_resident_bytes",
     "pack_nibbles",
 ]
 

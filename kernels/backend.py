@@ -173,7 +173,7 @@ class Backend(ABC):
     def linear(
         self, x: Array, weight: Weight, out: Array, rows: int, *, bias: Array | None = None, accumulate: bool = False
     ) -> None:
-        """out[r] = x[r] @ weight.T (+ bias), or with `accumulate` out[r] + that, rounded once to float32 before the add.
+        """out[r] = x[r] @ weight.T (+ bias), or with `accumulate` out[r] + that, which is float32 before it is added.
 
         x [>= rows, K]; weight [N, K]; out [>= rows, N]; bias [N].
         """

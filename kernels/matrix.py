@@ -37,8 +37,11 @@ class GroupedMatrix:
         assert self.bits in (4, 8), self.bits
         assert self.group_size in GROUP_SIZES, self.group_size
         n, groups = self.scale.shape
-        assert self.q.dtype == np.uint8 and self.q.shape == (n, groups * self.group_size * self.bits // 8), self.q.shape
-        assert self.minimum.shape == self.scale.shape and self.minimum.dtype == self.scale.dtype
+        assert self.q.dtype == np.uint8, self.q.dtype
+        assert self.q.shape == (n, groups * self.group_size * self.bits // 8), self.q.shape
+        assert self.scale.dtype in (np.float16, np.float32), self.scale.dtype
+        assert self.minimum.shape == self.scale.shape, (self.minimum.shape, self.scale.shape)
+        assert self.minimum.dtype == self.scale.dtype, (self.minimum.dtype, self.scale.dtype)
 
     @property
     def shape(self) -> tuple[int, int]:

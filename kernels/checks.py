@@ -1,0 +1,109 @@
+"""What an op's arguments must be, checked once at a backend's edge, the same for every backend.
+
+A wrong argument is a fault of our own callers, never of a user; so these are assertions. They read only what every
+device's arrays have: dtype, shape and `flags.c_contiguous`.
+"""
+
+from __future__ import annotations
+
+from shardline.kernels.backend import Array, KVLayout, RopeTable, Rows
+
+
+def table(name: str, array: Array, rows: int, columns: int) -> None:
+    """float32 [>= rows, columns], C-contiguous."""
+    _array(name, array, "float32", 2)
+    assert array.shape[1] == columns, f"{name} is {array.shape}, not [.., {columns}]"
+    assert array.shape[0] >= rows, f"{name} is {array.shape}: fewer than {rows} rows"
+
+
+def vector(name: str, array: Array, length: int, dtype: str = "float32") -> None:
+    """[>= length], C-contiguous; float32 vectors are weights and have that length exactly."""
+    _array(name, array, dtype, 1)
+    enough = array.shape[0] == length or (array.shape[0] > length and dtype != "float32")
+    assert enough, f"{name} is {array.shape}, not [{length}]"
+
+
+def count(name: str, rows: int) -> None:
+    """A number of rows: positive."""
+    assert rows >= 1, f"{name} is {rows}"
+
+
+def embedding(token_ids: Array, vocab: int, inputs: int, out: Array, rows: int) -> None:
+    """Of `Backend.embedding`."""
+    count("rows", rows)
+    vector("token_ids", token_ids, rows, "int32")
+    table("out", out, rows, inputs)
+
+
+def rms_norm(x: Array, weight: Array, out: Array, rows: int) -> None:
+    """Of `Backend.rms_norm`."""
+    count("rows", rows)
+    size = weight.shape[0]
+    vector("weight", weight, size)
+    table("x", x, rows, size)
+    table("out", out, rows, size)
+    assert x is not out, "out overlaps x"
+
+
+def linear(x: Array, channels: int, inputs: int, out: Array, rows: int, bias: Array | None) -> None:
+    """Of `Backend.linear` and, without a bias, `Backend.gated_linear`."""
+    count("rows", rows)
+    table("x", x, rows, inputs)
+    table("out", out, rows, channels)
+    assert x is not out, "out overlaps x"
+    if bias is not None:
+        vector("bias", bias, channels)
+
+
+def heads(qkv: Array, rows: Rows, layout: KVLayout, layer: int) -> int:
+    """Of both attention ops. Returns Hq."""
+    count("rows.count", rows.count)
+    assert 0 <= layer < layout.num_layers, f"layer {layer} of {layout.num_layers}"
+    columns = qkv.shape[1]
+    table("qkv", qkv, rows.count, columns)
+    query_heads = int(columns) // layout.head_dim - 2 * layout.num_kv_heads
+    whole = columns % layout.head_dim == 0 and query_heads > 0 and query_heads % layout.num_kv_heads == 0
+    assert whole, f"qkv has {columns} columns: not (Hq + 2 * {layout.num_kv_heads}) * {layout.head_dim}"
+    vector("rows.positions", rows.positions, rows.count, "int32")
+    return query_heads
+
+
+def rope_kv_write(
+    qkv: Array, rows: Rows, rope: RopeTable, layout: KVLayout, layer: int, q_norm: Array | None, k_norm: Array | None
+) -> None:
+    """Of `Backend.rope_kv_write`."""
+    heads(qkv, rows, layout, layer)
+    vector("rows.slots", rows.slots, rows.count, "int32")
+    max_positions, half = rope.cos.shape
+    assert 2 * half <= layout.head_dim, f"rope turns {2 * half} of {layout.head_dim} channels"
+    for name, array in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
+        table(name, array, max_positions, half)
+    assert (q_norm is None) == (k_norm is None), "q_norm and k_norm go together"
+    if q_norm is not None and k_norm is not None:
+        vector("q_norm", q_norm, layout.head_dim)
+        vector("k_norm", k_norm, layout.head_dim)
+
+
+def paged_attention(qkv: Array, rows: Rows, layout: KVLayout, layer: int, out: Array) -> None:
+    """Of `Backend.paged_attention`."""
+    query_heads = heads(qkv, rows, layout, layer)
+    vector("rows.sequences", rows.sequences, rows.count, "int32")
+    _array("rows.block_tables", rows.block_tables, "int32", 2)
+    table("out", out, rows.count, query_heads * layout.head_dim)
+
+
+def gather_rows(x: Array, indices: Array, out: Array, number: int) -> None:
+    """Of `Backend.gather_rows`."""
+    count("count", number)
+    vector("indices", indices, number, "int32")
+    table("x", x, 1, x.shape[1])
+    table("out", out, number, x.shape[1])
+    assert x is not out, "out overlaps x"
+
+
+def _array(name: str, array: Array, dtype: str, dimensions: int) -> None:
+    right = array.dtype == dtype and array.ndim == dimensions and array.flags.c_contiguous
+    assert right, (
+        f"{name} is {array.dtype} {array.shape}, {'' if array.flags.c_contiguous else 'not '}C-contiguous;"
+        f" it must be {dtype} with {dimensions} dimensions, C-contiguous"
+    )

@@ -1,0 +1,119 @@
+"""How this backend's code is compiled and cached.
+
+`jit` marks a function that other compiled code calls; it is compiled into its callers. `operation` marks an op's entry:
+native code with one fixed signature that the executor calls through its address, compiled at first use and kept on
+disk.
+
+numba's own cache knows only the file that a function stands in, so that an edit of a helper in another file would leave
+stale code behind. Entries are kept under a stamp of *all* sources of this folder instead, in the user's cache folder
+(`$SHARDLINE_CACHE/jit`, else `shardline/jit` in `$XDG_CACHE_HOME` or `~/.cache`), so that a read-only installation
+caches too. Without a writable cache folder every start compiles anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from collections.abc import Callable
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import types
+from numba.core import caching
+from numba.core.ccallback import CFunc
+
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+_FOLDER = Path(__file__).resolve().parent
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile for callers in compiled code. Not cached by itself: the operations that it ends up in are."""
+    return numba.njit(**_OPTIONS)(function)
+
+
+class Operation:
+    """An op's native entry, `void (int64 thread, int64 num_threads, int64 record)`.
+
+    Each thread of the team calls it with the same record (an address of int64 words) and does its share.
+    """
+
+    def __init__(self, function: Callable[[int, int, int], None]) -> None:
+        self._function = function
+        self.name = function.__name__
+
+    @cached_property
+    def _compiled(self) -> Any:
+        compiled = CFunc(self._function, ((types.int64,) * 3, types.void), locals={}, options=_OPTIONS)
+        with_cache(compiled, self._function)
+        compiled.compile()
+        return compiled
+
+    @property
+    def address(self) -> int:
+        """Where the code is; compiles or loads it at the first call, which takes a moment."""
+        address: int = self._compiled.address
+        return address
+
+
+def operation(function: Callable[[int, int, int], None]) -> Operation:
+    """Mark an op's entry; see `Operation`."""
+    return Operation(function)
+
+
+def with_cache(compiled: Any, function: Callable[..., Any]) -> None:
+    """Give a numba dispatcher or callback this folder's disk cache; leaves it uncached if there is no place for one."""
+    if _Locator.from_function(function, inspect.getfile(function)) is not None:
+        compiled._cache = _Cache(function)
+
+
+def cache_folder() -> Path:
+    """Where compiled code is kept."""
+    own = os.environ.get("SHARDLINE_CACHE")
+    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardline"
+    # One folder an installation, so that two checkouts do not throw out each other's entries.
+    return base / "jit" / hashlib.sha256(str(_FOLDER).encode()).hexdigest()[:16]
+
+
+@cache
+def source_stamp() -> str:
+    """A hash of this folder's sources and of what they are compiled with."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for path in sorted(_FOLDER.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+class _Locator(caching._CacheLocator):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._line = function.__code__.co_firstlineno
+        self._path = str(cache_folder())
+
+    def get_cache_path(self) -> str:
+        return self._path
+
+    def get_source_stamp(self) -> str:
+        return source_stamp()
+
+    def get_disambiguator(self) -> str:
+        # Not the line, as numba has it: an edit would leave the old entry's files behind. Names are unique here.
+        return "op"
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], _file: str) -> _Locator | None:
+        try:
+            locator = cls(function)
+            locator.ensure_cache_path()
+        except (OSError, RuntimeError):  # RuntimeError: no home directory can be told
+            return None
+        return locator
+
+
+class _CacheImpl(caching.CompileResultCacheImpl):
+    _locator_classes = (_Locator,)
+
+
+class _Cache(caching.Cache):
+    _impl_class = _CacheImpl

@@ -1,0 +1,284 @@
+"""Products with resident integer matrices: `linear`, `gated_linear`, and `embedding`, which reads single rows.
+
+The order contract, the same for any number of rows and threads. For output channel n and row r, groups g ascending:
+
+    P = 0; P = fma(q[n, k], x[r, k], P) for k ascending in the group
+    T = fma(scale[n, g], P, T); T = fma(minimum[n, g], X[r, g], T), T from zero
+
+X[r, g] is the sum of x over the group: 16 lanes each add their k, k + 16, ... in ascending order, then lanes i and
+i + 8 are added, i and i + 4, i and i + 2, i and i + 1. What may change with the number of rows: how many rows share one
+unpacking of a group's integers, and which thread computes a block. Threads split output channels and rows, never K.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+from numpy.typing import NDArray
+
+from shardline.kernels.cpu.intrinsics import fma, half_to_float, pointer
+from shardline.kernels.cpu.jit import jit, operation
+from shardline.kernels.cpu.microkernel import group_sum, make_accumulate, silu_times, unpack_group, zero_totals
+from shardline.kernels.cpu.resident import LANES, Matrix
+
+ROW_CHUNK = 64
+"""Rows that share one unpacking of a group: their totals (16 KiB) and the unpacked group stay in the nearest cache."""
+
+WIDEST_GROUP = 128
+
+# A matrix part as int64 words: addresses of q, scale and minimum; bits, group size, groups, first channel, channels,
+# whether scales are float16.
+_PART_WORDS = 9
+_Q, _SCALE, _MINIMUM, _BITS, _GROUP_SIZE, _GROUPS, _FIRST, _CHANNELS, _HALF = range(_PART_WORDS)
+
+# Byte offsets in a thread's workspace.
+_GATE_TOTALS = 0
+_UP_TOTALS = 4 * ROW_CHUNK * LANES
+_TILE = 2 * _UP_TOTALS
+_SUMS = _TILE + 4 * LANES * (WIDEST_GROUP + 2)
+
+
+def workspace_bytes(inputs: int) -> int:
+    """Bytes of scratch that one thread needs for matrices with that many input channels."""
+    return _SUMS + 4 * ROW_CHUNK * (inputs // 16)
+
+
+def describe(matrix: Matrix) -> NDArray[np.int64]:
+    """int64 [parts, words]: what the compiled code knows of a matrix."""
+    words = [
+        (
+            part.q.ctypes.data,
+            part.scale.ctypes.data,
+            part.minimum.ctypes.data,
+            part.bits,
+            part.group_size,
+            matrix.inputs // part.group_size,
+            part.first,
+            part.channels,
+            part.scale.dtype == np.float16,
+        )
+        for part in matrix.parts
+    ]
+    return np.array(words, np.int64)
+
+
+_four_bits_1 = make_accumulate(1, 4)
+_eight_bits_1 = make_accumulate(1, 8)
+_tile_1 = make_accumulate(1, 32)
+_tile_2 = make_accumulate(2, 32)
+_tile_4 = make_accumulate(4, 32)
+
+
+@jit
+def _group_sums(part: Any, x: int, x_stride: int, rows: int, sums: int) -> None:
+    """sums float32 [rows, groups] of the rows at x."""
+    groups, group_size = part[_GROUPS], part[_GROUP_SIZE]
+    target = carray(pointer(sums), (rows, groups), np.float32)
+    for row in range(rows):
+        for group in range(groups):
+            target[row, group] = group_sum(x + 4 * (row * x_stride + group * group_size), group_size)
+
+
+@jit
+def _block_totals(part: Any, block: int, x: int, x_stride: int, rows: int, sums: int, tile: int, totals: int) -> None:
+    """totals float32 [rows, 64] = rows of x times the block's channels, for at most ROW_CHUNK rows."""
+    groups, group_size, bits, half = part[_GROUPS], part[_GROUP_SIZE], part[_BITS], part[_HALF]
+    group_bytes = group_size * 8 * bits
+    scale_bytes = LANES * (4 - 2 * half)
+    q = part[_Q] + block * groups * group_bytes
+    scale = part[_SCALE] + block * groups * scale_bytes
+    minimum = part[_MINIMUM] + block * groups * scale_bytes
+    zero_totals(totals, rows)
+    if rows == 1:
+        if bits == 4:
+            _four_bits_1(q, scale, minimum, half, x, x_stride, sums, groups, totals, groups, group_size)
+        else:
+            _eight_bits_1(q, scale, minimum, half, x, x_stride, sums, groups, totals, groups, group_size)
+        return
+    tile_scale = tile + 4 * LANES * group_size
+    tile_minimum = tile_scale + 4 * LANES
+    for group in range(groups):
+        unpack_group(
+            q + group * group_bytes,
+            bits,
+            scale + group * scale_bytes,
+            minimum + group * scale_bytes,
+            half,
+            tile,
+            group_size,
+        )
+        x_group = x + 4 * group * group_size
+        sums_group = sums + 4 * group
+        row = 0
+        while row + 4 <= rows:
+            _tile_4(
+                tile, tile_scale, tile_minimum, 0, x_group + 4 * row * x_stride, x_stride,
+                sums_group + 4 * row * groups, groups, totals + 4 * LANES * row, 1, group_size,
+            )  # fmt: skip
+            row += 4
+        if row + 2 <= rows:
+            _tile_2(
+                tile, tile_scale, tile_minimum, 0, x_group + 4 * row * x_stride, x_stride,
+                sums_group + 4 * row * groups, groups, totals + 4 * LANES * row, 1, group_size,
+            )  # fmt: skip
+            row += 2
+        if row < rows:
+            _tile_1(
+                tile, tile_scale, tile_minimum, 0, x_group + 4 * row * x_stride, x_stride,
+                sums_group + 4 * row * groups, groups, totals + 4 * LANES * row, 1, group_size,
+            )  # fmt: skip
+
+
+@jit
+def _share(thread: int, num_threads: int, count: int) -> tuple[int, int]:
+    """A thread's contiguous part of `count` tasks: first and end."""
+    return thread * count // num_threads, (thread + 1) * count // num_threads
+
+
+@operation
+def linear(thread: int, num_threads: int, record: int) -> None:
+    """Words: part, x, inputs, out, out_stride, rows, bias (0: none), accumulate, workspaces, workspace_bytes."""
+    words = carray(pointer(record), (16,), np.int64)
+    part = carray(pointer(words[0]), (_PART_WORDS,), np.int64)
+    x, inputs, out_stride, rows, accumulate = words[1], words[2], words[4], words[5], words[7]
+    workspace = words[8] + thread * words[9]
+    first, channels = part[_FIRST], part[_CHANNELS]
+    out = carray(pointer(words[3]), (rows, out_stride), np.float32)
+    bias = carray(pointer(words[6]), (first + channels,), np.float32)
+    has_bias = words[6] != 0
+    totals = carray(pointer(workspace + _GATE_TOTALS), (ROW_CHUNK, LANES), np.float32)
+    blocks = (channels + LANES - 1) // LANES
+    chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
+    task, end = _share(thread, num_threads, blocks * chunks)
+    summed = -1
+    while task < end:
+        chunk, block = task // blocks, task % blocks
+        row = chunk * ROW_CHUNK
+        count = min(rows - row, ROW_CHUNK)
+        x_chunk = x + 4 * row * inputs
+        if summed != chunk:
+            _group_sums(part, x_chunk, inputs, count, workspace + _SUMS)
+            summed = chunk
+        _block_totals(
+            part, block, x_chunk, inputs, count, workspace + _SUMS, workspace + _TILE, workspace + _GATE_TOTALS
+        )
+        lanes = min(channels - block * LANES, LANES)
+        channel = first + block * LANES
+        for i in range(count):
+            for lane in range(lanes):
+                value = totals[i, lane]
+                if has_bias:
+                    value += bias[channel + lane]
+                if accumulate:
+                    value += out[row + i, channel + lane]
+                out[row + i, channel + lane] = value
+        task += 1
+
+
+@operation
+def gated_linear(thread: int, num_threads: int, record: int) -> None:
+    """Words: gate part, up part, x, inputs, out, out_stride, rows, workspaces, workspace_bytes."""
+    words = carray(pointer(record), (16,), np.int64)
+    gate = carray(pointer(words[0]), (_PART_WORDS,), np.int64)
+    up = carray(pointer(words[1]), (_PART_WORDS,), np.int64)
+    x, inputs, out_stride, rows = words[2], words[3], words[5], words[6]
+    workspace = words[7] + thread * words[8]
+    channels = gate[_CHANNELS]
+    out = carray(pointer(words[4]), (rows, out_stride), np.float32)
+    totals = carray(pointer(workspace + _GATE_TOTALS), (ROW_CHUNK, LANES), np.float32)
+    blocks = (channels + LANES - 1) // LANES
+    chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
+    same_groups = gate[_GROUP_SIZE] == up[_GROUP_SIZE]
+    task, end = _share(thread, num_threads, blocks * chunks)
+    summed = -1
+    while task < end:
+        chunk, block = task // blocks, task % blocks
+        row = chunk * ROW_CHUNK
+        count = min(rows - row, ROW_CHUNK)
+        x_chunk = x + 4 * row * inputs
+        sums, tile = workspace + _SUMS, workspace + _TILE
+        if summed != chunk or not same_groups:
+            _group_sums(gate, x_chunk, inputs, count, sums)
+            summed = chunk
+        _block_totals(gate, block, x_chunk, inputs, count, sums, tile, workspace + _GATE_TOTALS)
+        if not same_groups:
+            _group_sums(up, x_chunk, inputs, count, sums)
+        _block_totals(up, block, x_chunk, inputs, count, sums, tile, workspace + _UP_TOTALS)
+        lanes = min(channels - block * LANES, LANES)
+        channel = block * LANES
+        for i in range(count):
+            silu_times(workspace + _GATE_TOTALS + 4 * LANES * i, workspace + _UP_TOTALS + 4 * LANES * i)
+            for lane in range(lanes):
+                out[row + i, channel + lane] = totals[i, lane]
+        task += 1
+
+
+@operation
+def embedding(thread: int, num_threads: int, record: int) -> None:
+    """Words: parts, number of parts, token_ids, out, inputs, rows. An id outside the matrix gives a row of NaN."""
+    words = carray(pointer(record), (16,), np.int64)
+    parts = carray(pointer(words[0]), (words[1], _PART_WORDS), np.int64)
+    inputs, rows = words[4], words[5]
+    token_ids = carray(pointer(words[2]), (rows,), np.int32)
+    out = carray(pointer(words[3]), (rows, inputs), np.float32)
+    first_row, end_row = _share(thread, num_threads, rows)
+    for row in range(first_row, end_row):
+        token = np.int64(token_ids[row])
+        found = False
+        for index in range(words[1]):
+            part = parts[index]
+            if part[_FIRST] <= token < part[_FIRST] + part[_CHANNELS]:
+                found = True
+                _read_channel(part, token - part[_FIRST], out[row])
+        if not found:
+            out[row, :] = np.nan
+
+
+@jit
+def _read_channel(part: Any, channel: int, out: Any) -> None:
+    """out[k] = scale * q + minimum of one channel, rounded once."""
+    block, lane = channel // LANES, channel % LANES
+    groups, group_size, bits = part[_GROUPS], part[_GROUP_SIZE], part[_BITS]
+    bytes_per_k = 8 * bits
+    q = carray(
+        pointer(part[_Q] + block * groups * group_size * bytes_per_k), (groups * group_size, bytes_per_k), np.uint8
+    )
+    place = block * groups * LANES + lane
+    for group in range(groups):
+        index = place + group * LANES
+        scale = _read_scale(part[_SCALE], part[_HALF], index)
+        minimum = _read_scale(part[_MINIMUM], part[_HALF], index)
+        for k in range(group * group_size, (group + 1) * group_size):
+            if bits == 8:
+                integer = q[k, lane]
+            elif lane < LANES // 2:
+                integer = q[k, lane] & 15
+            else:
+                integer = q[k, lane - LANES // 2] >> 4
+            out[k] = fma(scale, np.float32(integer), minimum)
+
+
+@jit
+def _read_scale(address: int, half: int, index: int) -> float:
+    if half:
+        return half_to_float(carray(pointer(address + 2 * index), (1,), np.uint16)[0])
+    return carray(pointer(address + 4 * index), (1,), np.float32)[0]
+
+
+@operation
+def gather_rows(thread: int, num_threads: int, record: int) -> None:
+    """Words: x, rows of x, indices, out, width, count. An index outside x gives a row of NaN."""
+    words = carray(pointer(record), (16,), np.int64)
+    available, width, count = words[1], words[4], words[5]
+    x = carray(pointer(words[0]), (available, width), np.float32)
+    indices = carray(pointer(words[2]), (count,), np.int32)
+    out = carray(pointer(words[3]), (count, width), np.float32)
+    first, end = _share(thread, num_threads, count)
+    for i in range(first, end):
+        index = indices[i]
+        if 0 <= index < available:
+            out[i, :] = x[index, :]
+        else:
+            out[i, :] = np.nan
