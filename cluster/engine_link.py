@@ -10,7 +10,7 @@ import numpy as np
 from shardline.cluster.errors import TransportError
 from shardline.cluster.frames import Frame, FrameKind, FrameLimits
 from shardline.cluster.handshake import ENGINE, Credentials
-from shardline.cluster.transport import FrameReceiver, FrameSender, Listener, Mailbox, connect
+from shardline.cluster.transport import FrameReceiver, FrameSender, Handoff, Listener, connect
 
 MAX_RESULT_BYTES = 16 * 1024 * 1024
 
@@ -40,7 +40,7 @@ class EngineLink:
         self._listener = Listener(
             host, credentials, ENGINE, num_stages - 1, FrameLimits(MAX_RESULT_BYTES, max_rows=0, columns=0)
         )
-        self._outbox: Mailbox[Frame] = Mailbox()
+        self._outbox: Handoff[Frame] = Handoff()
         self._lock = threading.Lock()
         self._ended = False
         self._sender: FrameSender | None = None

@@ -25,8 +25,8 @@ from shardline.cluster.transport import (
     ChannelClosedError,
     FrameReceiver,
     FrameSender,
+    Handoff,
     Listener,
-    Mailbox,
     Slot,
     connect,
 )
@@ -132,8 +132,8 @@ class _Session:
         self._worker = worker
         self._listener = listener
         self._slots = slots
-        self._inbox: Mailbox[_Work] = Mailbox()
-        self._outbox: Mailbox[_Work] = Mailbox()
+        self._inbox: Handoff[_Work] = Handoff()
+        self._outbox: Handoff[_Work] = Handoff()
         self._lock = threading.Lock()
         self._receiver: FrameReceiver | None = None
         self._sender: FrameSender | None = None

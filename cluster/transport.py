@@ -281,7 +281,7 @@ def connect(
 T = TypeVar("T")
 
 
-class Mailbox(Generic[T]):
+class Handoff(Generic[T]):
     """A queue between two threads that can be closed, which wakes both. Bounded by what its users put in."""
 
     def __init__(self) -> None:

@@ -1,0 +1,161 @@
+"""The Ray actor around one stage: control calls only. Hidden states and plans never pass through Ray."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import platform
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardline._version import __version__
+from shardline.cluster.handshake import Credentials
+from shardline.cluster.pipeline import StageStats
+from shardline.cluster.stage_loading import LoadedStage, ModelIdentity, StageLoader, plan_hash
+from shardline.cluster.stage_worker import Progress, StageWorker
+from shardline.stage.errors import CheckpointError
+from shardline.stage.spec import StageSpec
+
+LOOPBACK = "127.0.0.1"
+CONTROL_THREADS = 4
+"""Actor threads: one sits in `sentinel`; `load` or `listen` may wait in a second while `progress` is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """Where an actor runs.
+
+    Attributes:
+        pid: Its process.
+        start_ticks: When that process started, so that a reused pid is never taken for it.
+        node_id: Ray's id of its node.
+        host: The node's name.
+        version: shardline's version there.
+        error_log: The file that has its standard error, or None.
+    """
+
+    pid: int
+    start_ticks: int
+    node_id: str
+    host: str
+    version: str
+    error_log: str | None
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process of this host started, in clock ticks since boot; None if there is none or it is a zombie."""
+    try:
+        # The second field, the command's name, may contain anything, brackets and blanks too.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class StageActor:
+    """One stage's process. Created with max_restarts=0: when it dies the pipeline replaces it, once, knowingly."""
+
+    def __init__(self) -> None:
+        # The last words of a crash in native code go to the worker's own log.
+        faulthandler.enable()
+        # The data threads must get the interpreter soon after a step's Python part has it; the default is 5 ms.
+        sys.setswitchinterval(0.0005)
+        self._loaded: LoadedStage | None = None
+        self._worker: StageWorker | None = None
+        self._spec: StageSpec | None = None
+
+    def describe(self) -> ProcessInfo:
+        """Where this actor runs."""
+        import ray
+
+        ticks = start_ticks(os.getpid())
+        assert ticks is not None
+        return ProcessInfo(
+            os.getpid(),
+            ticks,
+            ray.get_runtime_context().get_node_id(),
+            platform.node(),
+            __version__,
+            _error_log(),
+        )
+
+    def load(
+        self, index: int, specs: Sequence[StageSpec], loader: StageLoader, identity: ModelIdentity, max_in_flight: int
+    ) -> ModelIdentity:
+        """Load stage `index` from this node's own disk. Returns the identity of what was found here; when it is not the
+        engine's nothing is loaded."""
+        spec = specs[index]
+        # Read by numba and by numeric libraries when they are first imported, which is now.
+        os.environ["NUMBA_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
+        try:
+            found = loader.identity()
+            if found != identity:
+                return found
+            self._loaded = loader.load(spec)
+        except CheckpointError as error:
+            raise CheckpointError(error.path, error.field, f"{error.problem} (on node {platform.node()})") from error
+        self._spec = spec
+        self._worker = StageWorker(
+            index, len(specs), self._loaded.runner, identity.hidden_size, spec.max_step_tokens, max_in_flight
+        )
+        self._plan_hash = plan_hash(specs, identity)
+        return self._loaded.identity
+
+    def listen(self, key: bytes, epoch: int, from_this_host: bool) -> tuple[str, int]:
+        """Begin an epoch: forget every sequence and wait for the stage before. Raises TransportError."""
+        host = LOOPBACK if from_this_host else host_address()
+        return self._ready_worker().listen(host, Credentials(key, epoch, self._plan_hash))
+
+    def connect(self, address: tuple[str, int]) -> None:
+        """Connect to the next stage. Raises TransportError."""
+        self._ready_worker().connect(address)
+
+    def sentinel(self) -> None:
+        """Never returns: its reference fails when this process dies."""
+        threading.Event().wait()
+
+    def progress(self) -> Progress:
+        """Where it stands."""
+        return self._ready_worker().progress()
+
+    def stats(self) -> StageStats:
+        """Its figures."""
+        counters = self._ready_worker().counters()
+        assert self._spec is not None
+        assert self._loaded is not None
+        return StageStats(
+            self._spec,
+            f"{platform.node()} {self._loaded.device}",
+            os.getpid(),
+            self._loaded.resident_bytes(),
+            counters.steps,
+            counters.rows,
+            counters.busy_seconds,
+            counters.wall_seconds,
+            counters.send_seconds,
+            counters.receive_seconds,
+        )
+
+    def _ready_worker(self) -> StageWorker:
+        assert self._worker is not None, "load first"
+        return self._worker
+
+
+def host_address() -> str:
+    """The address at which other hosts reach this one: SHARDLINE_HOST_IP, or the one that Ray knows this node by."""
+    import ray.util
+
+    util: Any = ray.util
+    return os.environ.get("SHARDLINE_HOST_IP") or str(util.get_node_ip_address())
+
+
+def _error_log() -> str | None:
+    try:
+        path = os.readlink(f"/proc/{os.getpid()}/fd/2")
+    except OSError:
+        return None
+    return path if path.startswith("/") and Path(path).is_file() else None
