@@ -162,7 +162,8 @@ class Tokenizer:
                 at_start = False
             else:
                 ids.append(special_id)
-                at_start = self._types[special_id] == _CONTROL
+                if not self.is_transparent(special_id):
+                    at_start = self._types[special_id] == _CONTROL
         if add_special:
             if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
                 ids.insert(0, self.bos_id)
@@ -296,7 +297,7 @@ def _scored_model(fields: _Fields, texts: list[str], types: list[int]) -> Scored
 
 
 class _Fields:
-    """Checked access to `tokenizer.ggml.*`: a value has the right type, length and range, or the error names its field."""
+    """Checked access to `tokenizer.ggml.*`: a value of a wrong type, length or range gives an error that names it."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata

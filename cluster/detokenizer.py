@@ -1,0 +1,45 @@
+"""Token ids to text while they arrive."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from shardline.cluster.tokenizer import Tokenizer
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """The text of one sequence's new tokens, in pieces.
+
+    Whatever way the ids are cut into calls, the joined pieces equal
+    `tokenizer.decode(all_ids, skip_special=..., previous_id=...)`: a character comes when its last byte has come, and
+    never in halves. The prompt's text is no part of it, not even when the prompt ends inside a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, previous_id: int | None = None) -> None:
+        """`previous_id`: the prompt's last token, None if there is no prompt; it decides on a space that SentencePiece
+        puts at the beginning of a text."""
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._previous_id = previous_id
+        self._utf8 = _UTF8(errors="replace")
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        tokenizer = self._tokenizer
+        text: list[str] = []
+        for token_id in ids:
+            if not (self._skip_special and tokenizer.is_special(token_id)):
+                piece = tokenizer.token_bytes(token_id)
+                if tokenizer.strips_space(token_id, self._previous_id):
+                    piece = piece[1:]
+                text.append(self._utf8.decode(piece))
+            if not tokenizer.is_transparent(token_id):
+                self._previous_id = token_id
+        return "".join(text)
+
+    def finish(self) -> str:
+        """What is left at the end: U+FFFD for the bytes of a character that was never completed, else nothing."""
+        return self._utf8.decode(b"", final=True)
