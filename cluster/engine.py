@@ -1,0 +1,433 @@
+"""The engine: text in, streams of deltas out, one loop between the scheduler and the pipeline. Asyncio, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from shardline.cluster.errors import EngineDeadError, ShardlineError, StageLostError
+from shardline.cluster.inbox import Failure, Inbox
+from shardline.cluster.model_text import ModelText, SequenceText
+from shardline.cluster.pipeline import Pipeline, StageStats
+from shardline.cluster.request import Delta, Request, TokenLogprob, Usage
+from shardline.scheduler import (
+    InvalidParameterError,
+    NewRequest,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerStats,
+    SequenceUpdate,
+    StepResult,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The engine's own settings.
+
+    Attributes:
+        max_losses: How often in a row a stage may be lost without a step between before the engine gives up.
+        rate_seconds: The span that `EngineStatus.tokens_per_second` looks back.
+    """
+
+    max_losses: int = 3
+    rate_seconds: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot of the engine.
+
+    Attributes:
+        state: "new", "starting", "ready", "recovering", "dead" or "closed".
+        reason: Why it is dead; empty otherwise.
+        requests: Requests that have not ended.
+        scheduler: Queue, running sequences and blocks.
+        stages: One for each stage that answers.
+        generated_tokens: Since the start.
+        tokens_per_second: Generated, over the last `EngineConfig.rate_seconds`.
+        losses: How often a stage was lost and the pipeline brought back.
+        uptime_seconds: Since it became ready.
+    """
+
+    state: str
+    reason: str
+    requests: int
+    scheduler: SchedulerStats
+    stages: tuple[StageStats, ...]
+    generated_tokens: int
+    tokens_per_second: float
+    losses: int
+    uptime_seconds: float
+
+
+class _Live:
+    """A request that has not ended: where its deltas go, and the text of those of its sequences that go on."""
+
+    __slots__ = ("cached_tokens", "completion_tokens", "inbox", "params", "prompt_tokens", "request_id", "sequences")
+
+    def __init__(self, request_id: str, params: SamplingParams, inbox: Inbox) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.inbox = inbox
+        self.sequences: dict[int, SequenceText | None] = dict.fromkeys(range(params.n))
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.cached_tokens, self.completion_tokens)
+
+
+class Engine:
+    """Serves requests on a pipeline. Belongs to one event loop; see the module `shardline.cluster.client` for the door.
+
+    A step reads: fill the pipeline first (`schedule`, `submit`), take a result second (`result`, `update`), then make
+    its text. Text work happens while the stages already run the next step; a stop string therefore may be found when
+    one more token of its sequence is on its way, and that token is ignored.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        text: ModelText,
+        scheduler: SchedulerConfig,
+        config: EngineConfig | None = None,
+    ) -> None:
+        """Takes over `pipeline` and `text`: `start` starts the pipeline, `close` closes both."""
+        self._pipeline = pipeline
+        self._text = text
+        self._scheduler = Scheduler(scheduler)
+        self._config = config or EngineConfig()
+        self._live: dict[str, _Live] = {}
+        self._state = "new"
+        self._dead: EngineDeadError | None = None
+        self._wake = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+        self._in_flight = 0
+        self._pending_result: asyncio.Task[StepResult] | None = None
+        self._losses_in_a_row = 0
+        self._losses = 0
+        self._generated_tokens = 0
+        self._recent: deque[float] = deque()
+        self._ready_since: float | None = None
+
+    # -- lifetime ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the pipeline and run one token through all of it; on return the engine is ready.
+
+        Raises whatever kept the pipeline from starting, in the stage's own words; everything is given back then.
+        """
+        assert self._state == "new", "start() is called once"
+        self._state = "starting"
+        try:
+            await self._pipeline.start()
+            self._loop = asyncio.create_task(self._run(), name="shardline engine")
+            # One prompt token and one new one never fill a block, so nothing of them stays in the prefix cache.
+            probe = Request(token_ids=(0,), params=SamplingParams(max_tokens=1, ignore_eos=True, seed=0))
+            async for _ in self.generate(probe):
+                pass
+        except BaseException:
+            await self.close()
+            raise
+        self._generated_tokens = 0
+        self._recent.clear()
+        self._ready_since = time.monotonic()
+        self._state = "ready"
+
+    async def close(self) -> None:
+        """End every request with "abort", stop the loop and close the pipeline. Idempotent."""
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        if self._dead is None:
+            self._dead = EngineDeadError("the engine was closed")
+        for request_id in list(self._live):
+            self.cancel(request_id)
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+        await self._drop_pending_result()
+        await self._pipeline.close()
+        self._text.close()
+
+    async def status(self) -> EngineStatus:
+        """A snapshot; also of a dead engine."""
+        stages: tuple[StageStats, ...] = ()
+        if self._state == "ready":
+            with contextlib.suppress(ShardlineError):
+                stages = tuple(await self._pipeline.stats())
+        return EngineStatus(
+            state=self._state,
+            reason="" if self._dead is None else str(self._dead),
+            requests=len(self._live),
+            scheduler=self._scheduler.stats(),
+            stages=stages,
+            generated_tokens=self._generated_tokens,
+            tokens_per_second=self._rate(),
+            losses=self._losses,
+            uptime_seconds=0.0 if self._ready_since is None else time.monotonic() - self._ready_since,
+        )
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """Run a request; its deltas, those of all n sequences mixed, end when every sequence has.
+
+        A consumer that stops early (closes the generator, or is cancelled) cancels the request.
+
+        Raises:
+            InvalidParameterError, RequestTooLargeError, QueueFullError: it is refused.
+            TemplateError: the chat template refuses the messages.
+            EngineDeadError: the engine gave up, now or before.
+        """
+        inbox = Inbox()
+        request_id = await self.submit(request, inbox)
+        running = request.params.n
+        try:
+            while running:
+                for item in await inbox.take():
+                    if isinstance(item, Failure):
+                        raise item.error
+                    running -= item.finish_reason is not None
+                    yield item
+        finally:
+            self.cancel(request_id)
+
+    async def submit(self, request: Request, inbox: Inbox) -> str:
+        """Accept a request, or raise as `generate` does; its deltas go to `inbox`. Returns its id.
+
+        The request goes on until its sequences end or `cancel` is called, whoever reads the inbox.
+        """
+        self._raise_if_dead()
+        if self._loop is None:
+            raise ShardlineError("the engine has not been started: await start() first")
+        request_id = _checked_id(request)
+        if request_id in self._live:
+            raise InvalidParameterError("request_id", request_id, "an id that no running request has")
+        live = _Live(request_id, request.params, inbox)
+        # Known from here on, so that a cancel finds it while its prompt is made.
+        self._live[request_id] = live
+        try:
+            prompt_ids = await self._text.prompt_ids(request)
+            self._raise_if_dead()
+            if self._live.get(request_id) is not live:
+                return request_id
+            self._accept(live, prompt_ids, request.priority)
+        except BaseException:
+            if self._live.get(request_id) is live:
+                del self._live[request_id]
+            raise
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now with "abort"; an unknown or ended one is no error."""
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        self._scheduler.abort(request_id)
+        for index in list(live.sequences):
+            self._emit(live, index, "", (), (), "abort", None)
+        # What it leaves behind may let another request in.
+        self._wake.set()
+
+    def _accept(self, live: _Live, prompt_ids: tuple[int, ...], priority: int) -> None:
+        params = live.params
+        if params.seed is None:
+            params = replace(params, seed=int.from_bytes(os.urandom(8), "little"))
+        self._scheduler.add(NewRequest(live.request_id, prompt_ids, params, priority))
+        live.prompt_tokens = len(prompt_ids)
+        for index in live.sequences:
+            live.sequences[index] = self._text.sequence(prompt_ids, params.stop)
+        self._wake.set()
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                try:
+                    await self._step()
+                except StageLostError as lost:
+                    await self._recover(lost)
+        except EngineDeadError as dead:
+            await self._die(dead)
+        except Exception as error:
+            # A fault of ours. Streams that wait for ever would be worse than an ugly end.
+            words = "".join(traceback.format_exception(error))
+            await self._die(EngineDeadError(f"the engine's loop failed: {words}"))
+
+    async def _step(self) -> None:
+        updates = self._collect()
+        try:
+            while (plan := self._scheduler.schedule()) is not None:
+                await self._pipeline.submit(plan)
+                self._in_flight += 1
+                self._expect_result()
+        finally:
+            # Tokens that the scheduler has counted must reach their streams, also when the pipeline broke just now.
+            for update in updates:
+                self._deliver(update)
+
+    def _collect(self) -> list[SequenceUpdate]:
+        task = self._pending_result
+        if task is None or not task.done():
+            return []
+        self._pending_result = None
+        result = task.result()
+        self._in_flight -= 1
+        self._losses_in_a_row = 0
+        self._expect_result()
+        return self._scheduler.update(result)
+
+    def _expect_result(self) -> None:
+        if self._in_flight and self._pending_result is None:
+            self._pending_result = asyncio.create_task(self._pipeline.result())
+            self._pending_result.add_done_callback(lambda _: self._wake.set())
+
+    async def _drop_pending_result(self) -> None:
+        task, self._pending_result = self._pending_result, None
+        self._in_flight = 0
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _recover(self, lost: StageLostError) -> None:
+        self._state = "recovering"
+        while True:
+            await self._drop_pending_result()
+            self._scheduler.drop_in_flight()
+            self._losses_in_a_row += 1
+            if self._losses_in_a_row > self._config.max_losses:
+                raise EngineDeadError(
+                    f"gave up after {self._losses_in_a_row} losses without a step between them; the last: {lost}"
+                ) from lost
+            try:
+                await self._pipeline.recover()
+            except StageLostError as again:
+                lost = again
+                continue
+            break
+        self._losses += 1
+        self._state = "ready" if self._ready_since is not None else "starting"
+        self._wake.set()
+
+    async def _die(self, dead: EngineDeadError) -> None:
+        if self._state != "closed":
+            self._state = "dead"
+        self._dead = dead
+        for live in list(self._live.values()):
+            self._fail(live, EngineDeadError(*dead.args))
+        await self._drop_pending_result()
+        with contextlib.suppress(ShardlineError):
+            await self._pipeline.close()
+
+    def _raise_if_dead(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(*self._dead.args)
+
+    # -- text --------------------------------------------------------------------------------------------------------
+
+    def _deliver(self, update: SequenceUpdate) -> None:
+        live = self._live.get(update.request_id)
+        text = None if live is None else live.sequences.get(update.index)
+        if live is None or text is None:
+            # Cancelled, or ended by a stop string, while this token was on its way.
+            return
+        try:
+            self._deliver_to(live, text, update)
+        except Exception as error:
+            # Making this text failed: that ends this request and no other.
+            words = "".join(traceback.format_exception(error))
+            self._fail(live, ShardlineError(f"the text of request {live.request_id!r} could not be made: {words}"))
+
+    def _deliver_to(self, live: _Live, text: SequenceText, update: SequenceUpdate) -> None:
+        live.cached_tokens = max(live.cached_tokens, update.cached_tokens)
+        finish_reason, stop_token, token = update.finish_reason, None, update.token
+        new_text = ""
+        token_ids: tuple[int, ...] = ()
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if token is not None:
+            self._count_token(live)
+            token_ids = (token.token_id,)
+            if token.logprob is not None:
+                logprobs = (TokenLogprob(token.token_id, token.logprob, token.top_logprobs),)
+            if finish_reason == "stop":
+                # A stop token ends the text; its own is not part of it.
+                stop_token = token.token_id
+            else:
+                new_text = text.push(token.token_id)
+        if text.stopped_by is not None and finish_reason is None:
+            self._scheduler.abort(live.request_id, update.index)
+            finish_reason = "stop"
+        self._emit(live, update.index, new_text, token_ids, logprobs, finish_reason, stop_token)
+
+    def _emit(
+        self,
+        live: _Live,
+        index: int,
+        new_text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        finish_reason: str | None,
+        stop_token: int | None,
+    ) -> None:
+        """A delta of a sequence; the last one, if it has a finish reason, with the text that was held back."""
+        stop_reason: str | int | None = stop_token
+        if finish_reason is not None:
+            text = live.sequences.pop(index)
+            if text is not None:
+                new_text += text.finish()
+                if text.stopped_by is not None and finish_reason != "abort":
+                    finish_reason, stop_reason = "stop", text.stopped_by
+        live.inbox.put(
+            Delta(live.request_id, index, new_text, token_ids, logprobs, finish_reason, stop_reason, live.usage())
+        )
+        if not live.sequences:
+            del self._live[live.request_id]
+
+    def _fail(self, live: _Live, error: Exception) -> None:
+        del self._live[live.request_id]
+        self._scheduler.abort(live.request_id)
+        live.inbox.fail(live.request_id, error)
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    def _count_token(self, live: _Live) -> None:
+        live.completion_tokens += 1
+        self._generated_tokens += 1
+        now = time.monotonic()
+        self._recent.append(now)
+        self._forget_before(now - self._config.rate_seconds)
+
+    def _forget_before(self, moment: float) -> None:
+        while self._recent and self._recent[0] < moment:
+            self._recent.popleft()
+
+    def _rate(self) -> float:
+        if self._ready_since is None:
+            return 0.0
+        now = time.monotonic()
+        self._forget_before(now - self._config.rate_seconds)
+        return len(self._recent) / max(min(now - self._ready_since, self._config.rate_seconds), 1e-3)
+
+
+def _checked_id(request: Request) -> str:
+    if not isinstance(request.params, SamplingParams):
+        raise InvalidParameterError("params", request.params, "SamplingParams")
+    if request.request_id is None:
+        return uuid.uuid4().hex
+    if not isinstance(request.request_id, str) or not request.request_id:
+        raise InvalidParameterError("request_id", request.request_id, "a text that is not empty, or None")
+    return request.request_id
