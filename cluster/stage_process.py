@@ -43,18 +43,15 @@ class StageProcess:
         self.info: ProcessInfo | None = None
         self.lost: str | None = None
         self._on_death = on_death
-        self._actor: Any = (
-            ray.remote(StageActor)
-            .options(
-                max_restarts=0,
-                max_concurrency=CONTROL_THREADS,
-                num_cpus=resources.pop("CPU", 0),
-                num_gpus=resources.pop("GPU", 0),
-                resources=resources,
-                scheduling_strategy=bundles.strategy(stage),
-            )
-            .remote()
-        )
+        actor_class: Any = ray.remote(StageActor)
+        self._actor: Any = actor_class.options(
+            max_restarts=0,
+            max_concurrency=CONTROL_THREADS,
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            resources=resources,
+            scheduling_strategy=bundles.strategy(stage),
+        ).remote()
         self._loop = asyncio.get_running_loop()
         sentinel: Future[None] = self._actor.sentinel.remote().future()
         sentinel.add_done_callback(self._sentinel_done)

@@ -1,0 +1,196 @@
+"""The stages' processes as a whole: placed, loaded, asked, replaced, ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+
+from shardline._version import __version__
+from shardline.cluster.errors import ShardlineError, StageLostError, TransportError
+from shardline.cluster.pipeline import StageStats
+from shardline.cluster.ray_runtime import StageBundles, StagePlacement
+from shardline.cluster.stage_loading import ModelIdentity, StageLoader
+from shardline.cluster.stage_process import NoAnswerError, StageProcess
+from shardline.cluster.stage_worker import Progress
+from shardline.stage import CheckpointError, StageSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RayPipelineConfig:
+    """Limits of a pipeline over Ray.
+
+    Attributes:
+        max_in_flight: The most plans on their way; None takes four for each stage and four more. Each stage reserves
+            address space for the hidden states of that many steps, and uses memory only for those that come.
+        step_seconds: The longest time without any result while plans are in flight; then a stage is taken to hang.
+        load_seconds: The longest time for a node to load its stage.
+        placement_seconds: The longest time for Ray to find room for the stages.
+        control_seconds: The longest time for a stage to answer a control call.
+    """
+
+    max_in_flight: int | None = None
+    step_seconds: float = 120.0
+    load_seconds: float = 900.0
+    placement_seconds: float = 60.0
+    control_seconds: float = 15.0
+
+
+class StageFleet:
+    """One process a stage, and the bundles that they sit in. Belongs to one event loop.
+
+    Attributes:
+        processes: One a stage, in order; empty before `start`.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[StageSpec, ...],
+        loader: StageLoader,
+        identity: ModelIdentity,
+        placements: Sequence[StagePlacement],
+        config: RayPipelineConfig,
+        max_in_flight: int,
+        on_death: Callable[[int], None],
+    ) -> None:
+        """`on_death` is called in the event loop with the index of a stage whose process died unasked."""
+        assert len(placements) == len(specs)
+        self._specs = specs
+        self._loader = loader
+        self._identity = identity
+        self._placements = placements
+        self._config = config
+        self._max_in_flight = max_in_flight
+        self._on_death = on_death
+        self._bundles: StageBundles | None = None
+        self.processes: list[StageProcess] = []
+
+    async def start(self) -> None:
+        """Place and load every stage. Raises as `RayPipeline.start` does."""
+        self._bundles = StageBundles(self._placements)
+        await asyncio.to_thread(self._bundles.wait, self._config.placement_seconds)
+        self.processes = [self._new_process(index) for index in range(len(self._specs))]
+        await all_of(self._load(process) for process in self.processes)
+
+    async def replace_lost(self) -> None:
+        """A fresh process, in the same bundle, for each one that was lost. Raises as `RayPipeline.start` does."""
+        gone = self.lost()
+        await asyncio.gather(*(process.end() for process in gone))
+        fresh = [self._new_process(process.stage) for process in gone]
+        for process in fresh:
+            self.processes[process.stage] = process
+        await all_of(self._load(process) for process in fresh)
+
+    async def end(self) -> None:
+        """End every process and give the bundles back."""
+        if not ray.is_initialized():
+            return
+        await asyncio.gather(*(process.end() for process in self.processes))
+        if self._bundles is not None:
+            self._bundles.remove()
+
+    def lost(self) -> list[StageProcess]:
+        """Those that must be replaced."""
+        return [process for process in self.processes if process.lost is not None]
+
+    def nodes(self) -> list[str]:
+        """Ray's id of each stage's node."""
+        return [process.info.node_id if process.info else "" for process in self.processes]
+
+    async def loss(self, process: StageProcess, reason: str) -> StageLostError:
+        """Mark a process as lost: the error, with what it left in its log."""
+        process.lost = process.lost or reason
+        words = await process.last_words()
+        return StageLostError(process.stage, f"{process.lost}\nThe end of its log:\n{words}" if words else process.lost)
+
+    async def control(self, process: StageProcess, method: str, *args: object) -> Any:
+        """A control call of the wiring. Raises StageLostError."""
+        try:
+            return await process.call(method, *args, timeout=self._config.control_seconds)
+        except NoAnswerError as error:
+            raise await self.loss(process, str(error)) from error
+        except TransportError as error:
+            if method == "listen":
+                # Its last step still runs, or it has no such address.
+                raise await self.loss(process, str(error)) from error
+            raise StageLostError(None, str(error)) from error
+
+    async def stats(self) -> list[StageStats]:
+        """Figures of every stage that answers."""
+        answers = await self._ask("stats", self._config.control_seconds)
+        return [answer for answer in answers if isinstance(answer, StageStats)]
+
+    async def find_hung(self, overdue_seconds: float | None) -> list[str]:
+        """Ask every stage how it stands, and mark as lost those that do not answer or, if anything is overdue, have
+        been in one step for half of that time. Returns what the others say of their connections."""
+        answers = await self._ask("progress", min(2.0, self._config.control_seconds))
+        reports = []
+        for process, answer in zip(self.processes, answers, strict=True):
+            if not isinstance(answer, Progress):
+                continue
+            if overdue_seconds and answer.running is not None and answer.running_seconds >= 0.5 * overdue_seconds:
+                process.lost = (
+                    f"{process.where} has been computing step {answer.running} for {answer.running_seconds:.1f} s"
+                )
+            elif answer.ended is not None:
+                reports.append(f"stage {process.stage} says: {answer.ended}")
+        return reports
+
+    async def _ask(self, method: str, timeout: float) -> list[Any]:
+        return await asyncio.gather(
+            *(process.call(method, timeout=timeout) for process in self.processes), return_exceptions=True
+        )
+
+    def _new_process(self, index: int) -> StageProcess:
+        assert self._bundles is not None
+        return StageProcess(index, self._bundles, self._died)
+
+    def _died(self, process: StageProcess) -> None:
+        if self.processes[process.stage : process.stage + 1] == [process]:
+            self._on_death(process.stage)
+
+    async def _load(self, process: StageProcess) -> None:
+        """Load a stage in its process. Raises as `start` does."""
+        index = process.stage
+        try:
+            process.info = info = await process.call("describe", timeout=self._config.placement_seconds)
+            if info.version != __version__:
+                raise StageLostError(
+                    index, f"node {info.host} has shardline {info.version}, the engine has {__version__}: install one"
+                )
+            found = await process.call(
+                "load",
+                index,
+                self._specs,
+                self._loader,
+                self._identity,
+                self._max_in_flight,
+                timeout=self._config.load_seconds,
+            )
+        except NoAnswerError as error:
+            raise await self.loss(process, str(error)) from error
+        except (ShardlineError, CheckpointError):
+            raise
+        except Exception as error:
+            raise await self.loss(process, f"{type(error).__name__}: {error}") from error
+        if found != self._identity:
+            raise CheckpointError(
+                getattr(self._loader, "path", "model"),
+                "fingerprint",
+                f"node {info.host} has another file at this path ({found.fingerprint}) than the engine "
+                f"({self._identity.fingerprint})",
+            )
+
+
+async def all_of(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """All results; waits for all of them before it raises the first error, so that nothing goes on behind its back."""
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
