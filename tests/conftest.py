@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -17,3 +20,15 @@ def smollm2() -> Path:
     from shardline.cluster.models import fetch
 
     return fetch("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_metadata(smollm2: Path) -> Mapping[str, Any]:
+    """Its key-value pairs: what the tokenizer and the chat template are built from. Not to be changed."""
+    from shardline.stage import open_checkpoint
+
+    checkpoint = open_checkpoint(smollm2)
+    try:
+        return MappingProxyType(dict(checkpoint.metadata))
+    finally:
+        checkpoint.close()
