@@ -1,8 +1,40 @@
-"""How many sequences one plan takes, so that the pipeline's slots are filled evenly."""
+"""The plan that is being made, the plans in flight, and how many sequences the one may take beside the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardline.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A plan whose result has not come yet: how many sequences it has, and which of them sample."""
+
+    step_id: int
+    size: int
+    sampling: tuple[int, ...]
+
+
+class Draft:
+    """The plan that is being made: how many tokens of which sequences, and how many tokens it may still take.
+
+    Drafting changes nothing that the stages see: a sequence can be taken out again, and the whole draft be dropped.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.counts: dict[Sequence, int] = {}
+        self.budget = budget
+
+    def put(self, sequence: Sequence, count: int) -> None:
+        """Add a sequence's next `count` tokens."""
+        self.counts[sequence] = count
+        self.budget -= count
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take a sequence out, if it is in."""
+        self.budget += self.counts.pop(sequence, 0)
 
 
 def fair_share(active: int, depth: int, min_microbatch: int, in_flight: Iterable[int]) -> int:

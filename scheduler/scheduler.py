@@ -1,7 +1,8 @@
 """The central continuous-batching scheduler: three verbs, `add`, `schedule`, `update` (and `abort`).
 
-A conductor over small managers: `WaitingQueue` (order), `BlockPool` (block ids and their content), `Sequence` (how far
-one sequence is), `fair_share` (how many sequences a plan takes). A sequence is always in exactly one of
+A conductor over small managers: `WaitingQueue` (order), `BlockPool` (who holds which block), `PrefixCache` (which
+blocks keep which tokens), `Sequence` (how far one sequence is), `fair_share` (how many sequences a plan takes). A
+sequence is always in exactly one of
 
     waiting       in the queue; holds no blocks; the stages do not know it
     ready         one token is not computed yet: the one that was sampled last, or the last of a prompt
@@ -19,43 +20,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from shardline.scheduler.block_pool import ROOT_HASH, BlockPool
+from shardline.scheduler.block_pool import BlockPool
 from shardline.scheduler.config import SchedulerConfig
-from shardline.scheduler.errors import InvalidParameterError, QueueFullError, RequestTooLargeError
-from shardline.scheduler.microbatch import fair_share
+from shardline.scheduler.errors import InvalidParameterError, QueueFullError
+from shardline.scheduler.limits import check_request, most_tokens
+from shardline.scheduler.microbatch import Draft, InFlight, fair_share
 from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan, StepResult
+from shardline.scheduler.prefix import PrefixCache
 from shardline.scheduler.request import NewRequest, SchedulerStats, SequenceUpdate
 from shardline.scheduler.sequence import Rank, RequestState, Sequence
 from shardline.scheduler.waiting import WaitingQueue
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A plan whose result has not come yet: how many sequences it has, and which of them sample."""
-
-    step_id: int
-    size: int
-    sampling: tuple[int, ...]
-
-
-class _Draft:
-    """The plan that is being made: how many tokens of which sequences.
-
-    Drafting changes nothing that the stages see: a sequence can be taken out again, and the whole draft be dropped.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        self.counts: dict[Sequence, int] = {}
-        self.budget = max_tokens
-
-    def put(self, sequence: Sequence, count: int) -> None:
-        self.counts[sequence] = count
-        self.budget -= count
-
-    def discard(self, sequence: Sequence) -> None:
-        self.budget += self.counts.pop(sequence, 0)
 
 
 class Scheduler:
@@ -68,15 +43,14 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._pool = BlockPool(config.num_blocks, config.block_size)
+        self._prefixes = PrefixCache(self._pool, config.prefix_cache)
         self._requests: dict[str, RequestState] = {}
         self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}  # by seq_id
         self._ready: dict[int, Sequence] = {}  # in the order in which they became ready
         self._catching_up: dict[int, Sequence] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._forget: list[int] = []
-        # Chain hashes of blocks that a running sequence will fill from tokens it has already.
-        self._coming: dict[int, Sequence] = {}
         self._arrivals = 0
         self._next_seq_id = 0
         self._next_step_id = 0
@@ -93,8 +67,10 @@ class Scheduler:
             QueueFullError: `max_waiting` requests wait already.
             InvalidParameterError: an empty prompt, an id in use, a token out of the vocabulary, a seed that is missing.
         """
-        self._check(request)
-        max_tokens = self._max_tokens(request)
+        if request.request_id in self._requests:
+            raise InvalidParameterError("request_id", request.request_id, "an id that no unfinished request has")
+        check_request(request, self.config)
+        max_tokens = most_tokens(request, self.config)
         if self._waiting.num_requests >= self.config.max_waiting:
             raise QueueFullError(
                 f"{self._waiting.num_requests} requests wait already, which is the limit: try again later, or raise "
@@ -117,7 +93,7 @@ class Scheduler:
         """The next plan, or None when nothing can run or the pipeline is full."""
         if len(self._in_flight) >= self.config.depth:
             return None
-        draft = _Draft(self.config.max_step_tokens)
+        draft = Draft(self.config.max_step_tokens)
         self._take_ready(draft)
         num_chunks = self._chunk_share(draft)
         num_chunks -= self._take_chunks(draft, num_chunks)
@@ -197,66 +173,20 @@ class Scheduler:
             steps=self._next_step_id,
         )
 
-    # Admission control.
+    # From the queue into a plan.
 
-    def _check(self, request: NewRequest) -> None:
-        if request.request_id in self._requests:
-            raise InvalidParameterError("request_id", request.request_id, "an id that no unfinished request has")
-        if not request.prompt_ids:
-            raise InvalidParameterError("prompt_ids", request.prompt_ids, "at least one token")
-        if isinstance(request.priority, bool) or not isinstance(request.priority, int):
-            raise InvalidParameterError("priority", request.priority, "an integer")
-        if request.params.seed is None and request.params.temperature > 0:
-            raise InvalidParameterError("seed", None, "a seed, which the caller must draw, when temperature is above 0")
-        vocab_size = self.config.vocab_size
-        allowed = f"token ids from 0 to {vocab_size - 1}"
-        for field, token_ids in (
-            ("prompt_ids", request.prompt_ids),
-            ("stop_token_ids", request.params.stop_token_ids),
-            ("logit_bias", tuple(token_id for token_id, _bias in request.params.logit_bias)),
-        ):
-            for token_id in token_ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                    raise InvalidParameterError(field, token_id, allowed)
-
-    def _max_tokens(self, request: NewRequest) -> int:
-        """The tokens, prompt and output, at which a sequence of the request ends; raises if it could never get there.
-
-        The last token of a sequence is not run, so it needs no place in the pool.
-        """
-        config = self.config
-        prompt, wanted = len(request.prompt_ids), request.params.max_tokens
-        if prompt >= config.max_context:
-            raise RequestTooLargeError(
-                f"the prompt has {prompt} tokens, and the context holds {config.max_context} with at least one to "
-                f"generate: shorten the prompt to {config.max_context - 1} tokens, or start with a longer context"
-            )
-        total = min(config.max_context, prompt + (wanted or config.max_context))
-        capacity = config.num_blocks * config.block_size
-        if prompt > capacity or (wanted is not None and total - 1 > capacity):
-            need = self._pool.blocks_for(prompt if prompt > capacity else total - 1)
-            what = f"the prompt of {prompt} tokens" + (f" with max_tokens={wanted}" if prompt <= capacity else "")
-            remedy = "shorten the prompt" if prompt > capacity else f"lower max_tokens to {capacity + 1 - prompt}"
-            raise RequestTooLargeError(
-                f"{what} needs {need} blocks of {config.block_size} tokens, and the pool has {config.num_blocks} "
-                f"({capacity} tokens): {remedy}, or start with more blocks"
-            )
-        return min(total, capacity + 1)
-
-    def _admit(self, draft: _Draft, at_most: int) -> None:
+    def _admit(self, draft: Draft, at_most: int) -> None:
         """Let waiting sequences in, in order of rank, for up to `at_most` chunks of this plan.
 
         A sequence enters when all the tokens that it has fit, not only its first chunk: otherwise two long prompts
         would both enter, and then take each other's blocks. Who does not fit stops those behind it, so that a long
         prompt is not passed by short ones for ever. Who waits for a prefix that is being computed lets them pass.
         """
-        for sequence in self._waiting if at_most > 0 and draft.budget > 0 else ():
-            if sequence.awaits in self._coming:
-                continue
-            hashes = self._hashes(sequence, (sequence.num_tokens - 1) // self.config.block_size)
-            found = self._pool.match(hashes, sequence.token_ids)
-            sequence.awaits = next((h for h in reversed(hashes[len(found) :]) if h in self._coming), None)
-            if sequence.awaits is not None:
+        if at_most <= 0 or draft.budget <= 0:
+            return
+        for sequence in self._waiting:
+            found = self._prefixes.find(sequence)
+            if found is None:
                 continue
             if not self._make_room(sequence, found, draft):
                 return
@@ -267,12 +197,12 @@ class Scheduler:
             if at_most == 0 or draft.budget == 0:
                 return
 
-    def _make_room(self, sequence: Sequence, found: list[int], draft: _Draft) -> bool:
+    def _make_room(self, sequence: Sequence, found: list[int], draft: Draft) -> bool:
         """Whether a waiting sequence, of which some blocks were found, may enter now.
 
         For a more urgent class, sequences of the less urgent ones are preempted, if that is enough.
         """
-        by_rank = sorted(self._running.values(), key=lambda other: other.rank)
+        running = list(self._running.values())
         need = self._pool.blocks_for(sequence.num_tokens) - len(found)
         # Of those found, the idle ones are available now, but not once this sequence holds them.
         available = self._pool.num_available - self._pool.num_idle_among(found) - need
@@ -285,8 +215,9 @@ class Scheduler:
             reserved = sum(self._blocks_short(other) for other in running)
             return len(running) < self.config.max_sequences and available - reserved >= spare
 
-        if enters(by_rank, available):
+        if enters(running, available):
             return True
+        by_rank = sorted(running, key=lambda other: other.rank)
         victims: list[Sequence] = []
         while by_rank and by_rank[-1].priority > sequence.priority and by_rank[-1].rank > sequence.rank:
             victims.append(by_rank.pop())
@@ -301,24 +232,9 @@ class Scheduler:
         """Blocks that a sequence needs for the tokens it has, and does not hold yet."""
         return max(0, self._pool.blocks_for(sequence.num_tokens) - len(sequence.table))
 
-    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        """Chain hashes of the first `num_blocks` full blocks of a sequence; none without a prefix cache."""
-        if not self.config.prefix_cache:
-            return []
-        hashes, size = sequence.hashes, self.config.block_size
-        if not hashes and sequence.request.prompt_hashes:
-            hashes.extend(sequence.request.prompt_hashes)
-        while len(hashes) < num_blocks:
-            index = len(hashes)
-            parent = hashes[-1] if hashes else ROOT_HASH
-            hashes.append(self._pool.hash_of(parent, sequence.token_ids(index * size, (index + 1) * size)))
-        if sequence.request.prompt_hashes is None:
-            sequence.request.prompt_hashes = hashes[: len(sequence.request.request.prompt_ids) // size]
-        return hashes[:num_blocks]
-
     # Drafting a plan.
 
-    def _take_ready(self, draft: _Draft) -> None:
+    def _take_ready(self, draft: Draft) -> None:
         num_decoding = len(self._running) - len(self._catching_up)
         share = self._share(num_decoding, (len(plan.sampling) for plan in self._in_flight))
         for sequence in list(self._ready.values()):
@@ -328,13 +244,13 @@ class Scheduler:
             if sequence.seq_id in self._ready:
                 self._reserve(sequence, 1, draft)
 
-    def _chunk_share(self, draft: _Draft) -> int:
+    def _chunk_share(self, draft: Draft) -> int:
         """How many sequences may have chunks in this plan: as the queue enters, it is spread over the plans too."""
         active = len(self._running) + min(len(self._waiting), self.config.max_sequences - len(self._running))
         share = self._share(active, (plan.size for plan in self._in_flight))
         return max(1, share - len(draft.counts))
 
-    def _take_chunks(self, draft: _Draft, at_most: int) -> int:
+    def _take_chunks(self, draft: Draft, at_most: int) -> int:
         taken = 0
         for sequence in sorted(self._catching_up.values(), key=lambda other: other.rank):
             if taken == at_most or draft.budget == 0:
@@ -347,7 +263,7 @@ class Scheduler:
     def _share(self, active: int, in_flight: Iterator[int]) -> int:
         return fair_share(active, self.config.depth, self.config.min_microbatch, in_flight)
 
-    def _reserve(self, sequence: Sequence, count: int, draft: _Draft) -> bool:
+    def _reserve(self, sequence: Sequence, count: int, draft: Draft) -> bool:
         """Draft `count` tokens of a running sequence, with their blocks; False when it must wait for blocks."""
         need = self._pool.blocks_for(sequence.num_computed + count) - len(sequence.table)
         while self._pool.num_available < need:
@@ -360,7 +276,7 @@ class Scheduler:
         draft.put(sequence, count)
         return True
 
-    def _issue(self, draft: _Draft) -> StepPlan:
+    def _issue(self, draft: Draft) -> StepPlan:
         """Make the plan of a draft. From here on its tokens count as computed, and its full blocks can be found."""
         starts, runs, sampling = [], [], []
         for sequence, count in draft.counts.items():
@@ -380,14 +296,14 @@ class Scheduler:
             )
             sequence.known_blocks = len(table)
             sequence.num_computed = first + count
-            self._publish(sequence, first)
+            self._prefixes.publish(sequence, first)
             self._sort_in(sequence)
             if sequence.sampling:
                 sampling.append(sequence.seq_id)
         plan = StepPlan(self._next_step_id, tuple(self._forget), tuple(starts), tuple(runs))
         self._forget.clear()
         self._next_step_id += 1
-        self._in_flight.append(_InFlight(plan.step_id, len(runs), tuple(sampling)))
+        self._in_flight.append(InFlight(plan.step_id, len(runs), tuple(sampling)))
         return plan
 
     def _start_message(self, sequence: Sequence) -> SequenceStart:
@@ -398,20 +314,6 @@ class Scheduler:
             token_ids=sequence.token_ids(0, sequence.num_tokens),
             block_ids=tuple(sequence.table[: sequence.num_computed // self.config.block_size]),
         )
-
-    def _publish(self, sequence: Sequence, first: int) -> None:
-        """Let the blocks be found that became full since `first` tokens were computed."""
-        size = self.config.block_size
-        start, end = first // size, sequence.num_computed // size
-        if start == end or not self.config.prefix_cache:
-            return
-        hashes = self._hashes(sequence, end)
-        for index in range(start, end):
-            self._pool.publish(
-                sequence.table, index, hashes[index], sequence.token_ids(index * size, (index + 1) * size)
-            )
-            if self._coming.get(hashes[index]) is sequence:
-                del self._coming[hashes[index]]
 
     # From state to state.
 
@@ -428,8 +330,7 @@ class Scheduler:
             sequence.cached_tokens = sequence.num_computed
         self._running[sequence.seq_id] = sequence
         self._sort_in(sequence)
-        for chain_hash in self._hashes(sequence, sequence.num_tokens // self.config.block_size)[len(found) :]:
-            self._coming.setdefault(chain_hash, sequence)
+        self._prefixes.expect(sequence)
 
     def _sort_in(self, sequence: Sequence) -> None:
         """Put a running sequence among the ready or those that catch up, as its lag says."""
@@ -443,9 +344,7 @@ class Scheduler:
     def _stop_running(self, sequence: Sequence) -> None:
         """Give up a running sequence's blocks and its name. What is in flight for it will find nobody."""
         self._pool.release(sequence.table)
-        for chain_hash in sequence.hashes[sequence.num_computed // self.config.block_size :]:
-            if self._coming.get(chain_hash) is sequence:
-                del self._coming[chain_hash]
+        self._prefixes.withdraw(sequence)
         if sequence.known_blocks is not None:
             self._forget.append(sequence.seq_id)
         del self._running[sequence.seq_id]
@@ -457,7 +356,7 @@ class Scheduler:
         sequence.known_blocks = None
         sequence.sampling = False
 
-    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
         """Take a running sequence's blocks; it waits with all its tokens so far, to be recomputed."""
         draft.discard(sequence)
         self._stop_running(sequence)
@@ -490,7 +389,7 @@ class Scheduler:
         assert len(self._in_flight) <= self.config.depth, "more plans are in flight than are allowed"
         in_flight = [seq_id for plan in self._in_flight for seq_id in plan.sampling]
         assert len(set(in_flight)) == len(in_flight), "a sequence samples in two plans in flight"
-        assert all(sequence in self._running.values() for sequence in self._coming.values()), "nobody fills a block"
+        self._prefixes.check(self._running.values())
         for seq_id, sequence in self._running.items():
             self._check_running(seq_id, sequence, seq_id in in_flight)
 

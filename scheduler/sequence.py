@@ -47,7 +47,7 @@ class RequestState:
     max_tokens: int
     rank: tuple[int, int]
     live: dict[int, Sequence] = field(default_factory=dict)
-    prompt_hashes: list[int] | None = None
+    prompt_hashes: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
