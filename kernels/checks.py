@@ -7,6 +7,7 @@ device's arrays have: dtype, shape and `flags.c_contiguous`.
 from __future__ import annotations
 
 from shardline.kernels.backend import Array, KVLayout, RopeTable, Rows
+from shardline.kernels.sampling import SamplingBatch
 
 
 def table(name: str, array: Array, rows: int, columns: int) -> None:
@@ -107,3 +108,26 @@ def _array(name: str, array: Array, dtype: str, dimensions: int) -> None:
         f"{name} is {array.dtype} {array.shape}, {'' if array.flags.c_contiguous else 'not '}C-contiguous;"
         f" it must be {dtype} with {dimensions} dimensions, C-contiguous"
     )
+
+
+def sample(logits: Array, batch: SamplingBatch) -> None:
+    """Of `Backend.sample`; the batch's arrays are the host's."""
+    rows, vocab = batch.rows, logits.shape[1]
+    count("rows", rows)
+    table("logits", logits, rows, vocab)
+    for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"):
+        vector(name, getattr(batch, name), rows)
+    for name, dtype in (("top_k", "int32"), ("logprobs", "int32"), ("seed", "uint64"), ("position", "int64")):
+        _array(name, getattr(batch, name), dtype, 1)
+        assert getattr(batch, name).shape == (rows,), f"{name} is {getattr(batch, name).shape}, not [{rows}]"
+    for kind, value, dtype in (("bias", "values", "float32"), ("history", "counts", "int32")):
+        offsets, ids = getattr(batch, f"{kind}_offsets"), getattr(batch, f"{kind}_ids")
+        values = getattr(batch, f"{kind}_{value}")
+        _array(f"{kind}_offsets", offsets, "int64", 1)
+        _array(f"{kind}_ids", ids, "int32", 1)
+        _array(f"{kind}_{value}", values, dtype, 1)
+        assert offsets.shape == (rows + 1,), f"{kind}_offsets is {offsets.shape}, not [{rows + 1}]"
+        assert offsets[0] == 0, f"{kind}_offsets start at {offsets[0]}"
+        assert offsets[-1] == len(ids) == len(values), f"{kind}_offsets end at {offsets[-1]} of {len(ids)} entries"
+        assert (offsets[1:] >= offsets[:-1]).all(), f"{kind}_offsets descend"
+        assert len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab), f"a {kind} id is outside of 0..{vocab - 1}"

@@ -5,13 +5,16 @@ The order of the rule, the same in every backend, for a row's logits `l` (float3
 1. logprobs, if asked for, are log-softmax of the untouched `l`.
 2. `l += bias`; then the repetition penalty (over ids of the history) divides positive and multiplies negative logits;
    then `l -= frequency * count + presence * (count > 0)` with the count in the output.
-3. temperature 0: the argmax, the lowest id among equals. Nothing below applies.
-4. `l /= temperature`. Filters, each a threshold on the logits that the one before left: top-k keeps every logit >= the
-   k-th largest (ties are kept); then min-p keeps logits >= max + ln(min_p); then top-p keeps the smallest set of the
-   most likely that reaches p of what is left (ties with its least likely are kept). At least the maximum always stays.
-5. The token is the argmax over the kept ids of l[id] + Gumbel(seed, position, id), the lowest id among equals. The
+3. temperature 0, or a largest logit that is infinite: the argmax, the lowest id among equals. Nothing below applies.
+4. x = (l - max l) / temperature. Filters, each a threshold on what the one before left: top-k keeps every x >= the
+   k-th largest (ties are kept); then min-p keeps x >= ln(min_p); then top-p keeps the smallest set of the most likely
+   that reaches p of what is left (ties with its least likely are kept). At least the maximum always stays.
+5. The token is the argmax over the kept ids of x[id] + Gumbel(seed, position, id), the lowest id among equals. The
    noise is a function of these three alone: Philox 4x32-10 with key = seed, counter = (id // 4, position, 0, 0), lane
    id % 4; a 32-bit word u becomes -ln(-ln((u + 0.5) / 2^32)).
+
+A NaN is less than every number: it is never chosen before one, and listed after all of them. A row that holds one has
+NaN for each of its logprobs; a row of NaN alone gives id 0. Ids repeated in a row's bias add up.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardline.kernels import checks
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
-from shardline.kernels.cpu import linear, operations, rope
+from shardline.kernels.cpu import linear, operations, rope, sample
 from shardline.kernels.cpu.attention import attention_scratch_bytes
 from shardline.kernels.cpu.executor import RECORD_WORDS, Team
 from shardline.kernels.cpu.jit import Operation
@@ -85,6 +85,7 @@ class CpuBackend(Backend):
         self._recording = False
         self._workspace = aligned_empty((num_threads, 0), "uint8")
         self._attention_scratch = aligned_empty((num_threads, 0), "uint8")
+        self._sample_scratch = aligned_empty((num_threads, 0), "uint8")
         self._resident_bytes = 0
         self._closed = False
 
@@ -308,7 +309,15 @@ class CpuBackend(Backend):
         )
 
     def sample(self, logits: Array, batch: SamplingBatch) -> SampleOutput:
-        raise NotImplementedError
+        checks.sample(logits, batch)
+        needed = -(-sample.sample_scratch_bytes(logits.shape[1]) // 64) * 64
+        if needed > self._sample_scratch.shape[1]:
+            self._sample_scratch = aligned_empty((self.num_threads, needed), "uint8")
+        output = sample.new_output(batch)
+        words = sample.describe(logits, batch, output, self._sample_scratch)
+        self._enqueue(sample.sample_operation, (_address(words),), (words,))
+        self.synchronize()
+        return output
 
     # -- the command list --------------------------------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ def jit(function: Callable[..., Any]) -> Any:
     return numba.njit(**_OPTIONS)(function)
 
 
+def jit_inlined(function: Callable[..., Any]) -> Any:
+    """As `jit`, and always merged into its callers, so that a loop over it vectorises however long it is."""
+    return numba.njit(forceinline=True, **_OPTIONS)(function)
+
+
 class Operation:
     """An op's native entry, `void (int64 thread, int64 num_threads, int64 record)`.
 
