@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from os import PathLike
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -125,11 +125,20 @@ class AsyncClient:
 
     @classmethod
     async def local(cls, model: str | PathLike[str], **options: Any) -> Self:
-        """An engine of one's own with all layers in this process, without Ray. It takes the options of
-        `shardline.cluster.local_engine`."""
-        from shardline.cluster.local_engine import local_engine
+        """An engine of one's own with all layers in this process, without Ray.
 
-        engine = await asyncio.to_thread(local_engine, model, **options)
+        Args:
+            model: A model file's path or a known name.
+            options: See `shardline.cluster.build.EngineOptions`.
+
+        Raises:
+            ModelNotFoundError, CheckpointError: the model cannot be had or used.
+            PlanningError, InvalidParameterError: the options cannot be met.
+        """
+        from shardline.cluster.build import EngineOptions, build_engine, prepare
+
+        wish = EngineOptions(model=fspath(model), **options)
+        engine = await asyncio.to_thread(lambda: build_engine(prepare(wish), in_process=True))
         await engine.start()
         return cls(LocalConnection(engine))
 
