@@ -7,7 +7,15 @@ from collections import deque
 
 import pytest
 
-from shardline.scheduler import NewRequest, SampledToken, Scheduler, SchedulerConfig, SequenceUpdate, StepPlan, StepResult
+from shardline.scheduler import (
+    NewRequest,
+    SampledToken,
+    Scheduler,
+    SchedulerConfig,
+    SequenceUpdate,
+    StepPlan,
+    StepResult,
+)
 from shardline.scheduler.sequence import derived_seed
 
 EOS = 3
