@@ -29,6 +29,12 @@ from shardline.kernels.sampling import SampleOutput, SamplingBatch
 MAX_PROGRAMS = 128
 """Recorded programs that a backend keeps; the longest unused is forgotten."""
 
+SHARES_A_THREAD = 4
+"""Of an op with enough work: more even out threads that run at different speeds, fewer cost less to hand out."""
+
+SHARE_WORK = 60_000
+"""Multiply-adds that are worth a share of their own: some microseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class CpuKVCache:
@@ -188,6 +194,7 @@ class CpuBackend(Backend):
         checks.embedding(token_ids, weight.channels, weight.inputs, out, rows)
         self._enqueue(
             linear.embedding,
+            self._shares(rows, 32 * weight.inputs),
             (_address(weight.parts), len(weight.parts), _address(token_ids), _address(out), weight.inputs, rows),
             (weight, token_ids, out),
         )
@@ -196,6 +203,7 @@ class CpuBackend(Backend):
         checks.rms_norm(x, weight, out, rows)
         self._enqueue(
             operations.rms_norm_operation,
+            self._shares(rows, 8 * x.shape[1]),
             (_address(x), _address(weight), _float_bits(eps), _address(out), x.shape[1], rows),
             (x, weight, out),
         )
@@ -208,6 +216,7 @@ class CpuBackend(Backend):
         for part in weight.parts:
             self._enqueue(
                 linear.linear,
+                self._shares(linear.tasks(weight.channels, rows), linear.task_work(weight.inputs, rows)),
                 (
                     _address(part),
                     _address(x),
@@ -229,6 +238,7 @@ class CpuBackend(Backend):
         gate, up = weight.parts
         self._enqueue(
             linear.gated_linear,
+            self._shares(linear.tasks(weight.channels, rows), 2 * linear.task_work(weight.inputs, rows)),
             (
                 _address(gate),
                 _address(up),
@@ -259,6 +269,7 @@ class CpuBackend(Backend):
         half = cache.layout.dtype == "float16"
         self._enqueue(
             operations.rope_kv_write_float16 if half else operations.rope_kv_write_float32,
+            self._shares(rows.count, 16 * qkv.shape[1]),
             (
                 _address(qkv),
                 qkv.shape[1],
@@ -283,6 +294,8 @@ class CpuBackend(Backend):
         half = cache.layout.dtype == "float16"
         self._enqueue(
             operations.paged_attention_float16 if half else operations.paged_attention_float32,
+            # How long the sequences are is not known here, and may differ each time that the record runs.
+            self._shares(rows.count * (out.shape[1] // cache.layout.head_dim), SHARE_WORK),
             (
                 _address(qkv),
                 qkv.shape[1],
@@ -304,6 +317,7 @@ class CpuBackend(Backend):
         checks.gather_rows(x, indices, out, count)
         self._enqueue(
             linear.gather_rows,
+            self._shares(count, x.shape[1]),
             (_address(x), x.shape[0], _address(indices), _address(out), x.shape[1], count),
             (x, indices, out),
         )
@@ -315,15 +329,20 @@ class CpuBackend(Backend):
             self._sample_scratch = aligned_empty((self.num_threads, needed), "uint8")
         output = sample.new_output(batch)
         words = sample.describe(logits, batch, output, self._sample_scratch)
-        self._enqueue(sample.sample_operation, (_address(words),), (words,))
+        shares = self._shares(batch.rows, logits.shape[1])
+        self._enqueue(sample.sample_operation, shares, (_address(words),), (words,))
         self.synchronize()
         return output
 
     # -- the command list --------------------------------------------------------------------------------------------
 
-    def _enqueue(self, operation: Operation, words: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
+    def _shares(self, tasks: int, work: int) -> int:
+        """Into how many shares to cut an op of so many tasks, each worth `work` multiply-adds."""
+        return max(1, min(tasks, self.num_threads * SHARES_A_THREAD, tasks * work // SHARE_WORK))
+
+    def _enqueue(self, operation: Operation, shares: int, words: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         assert not self._closed, "the backend is closed"
-        self._records.append((operation.address, *words))
+        self._records.append((operation.address, shares, *words))
         self._arrays.append(arrays)
 
     def _seal(self) -> _Program:

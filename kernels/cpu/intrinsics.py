@@ -152,15 +152,15 @@ def float64_of_bits(typingctx: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def call_operation(typingctx: Any, address: Any, thread: Any, num_threads: Any, record: Any) -> Any:
+def call_operation(typingctx: Any, address: Any, worker: Any, share: Any, num_shares: Any, record: Any) -> Any:
     """Call the `Operation` at an address."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        function_type = ir.FunctionType(ir.VoidType(), [I64] * 3)
+        function_type = ir.FunctionType(ir.VoidType(), [I64] * 4)
         builder.call(builder.inttoptr(args[0], function_type.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 4), codegen
+    return types.void(*(types.int64,) * 5), codegen
 
 
 @intrinsic

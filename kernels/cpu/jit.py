@@ -40,18 +40,19 @@ def jit_inlined(function: Callable[..., Any]) -> Any:
 
 
 class Operation:
-    """An op's native entry, `void (int64 thread, int64 num_threads, int64 record)`.
+    """An op's native entry, `void (int64 worker, int64 share, int64 num_shares, int64 record)`.
 
-    Each thread of the team calls it with the same record (an address of int64 words) and does its share.
+    It does one share of the op that the record (an address of int64 words) describes. `worker` is the thread that does
+    it, for scratch memory. Which thread does which share, and how many there are, changes no bit.
     """
 
-    def __init__(self, function: Callable[[int, int, int], None]) -> None:
+    def __init__(self, function: Callable[[int, int, int, int], None]) -> None:
         self._function = function
         self.name = function.__name__
 
     @cached_property
     def _compiled(self) -> Any:
-        compiled = CFunc(self._function, ((types.int64,) * 3, types.void), locals={}, options=_OPTIONS)
+        compiled = CFunc(self._function, ((types.int64,) * 4, types.void), locals={}, options=_OPTIONS)
         with_cache(compiled, self._function)
         compiled.compile()
         return compiled
@@ -63,7 +64,7 @@ class Operation:
         return address
 
 
-def operation(function: Callable[[int, int, int], None]) -> Operation:
+def operation(function: Callable[[int, int, int, int], None]) -> Operation:
     """Mark an op's entry; see `Operation`."""
     return Operation(function)
 

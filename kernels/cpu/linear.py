@@ -45,6 +45,16 @@ def workspace_bytes(inputs: int) -> int:
     return _SUMS + 4 * ROW_CHUNK * (inputs // 16)
 
 
+def tasks(channels: int, rows: int) -> int:
+    """Into how many tasks a product falls: a block of channels for a chunk of rows."""
+    return -(-channels // LANES) * -(-rows // ROW_CHUNK)
+
+
+def task_work(inputs: int, rows: int) -> int:
+    """About how many multiply-adds a task takes."""
+    return LANES * inputs * min(rows, ROW_CHUNK)
+
+
 def describe(matrix: Matrix) -> NDArray[np.int64]:
     """int64 [parts, words]: what the compiled code knows of a matrix."""
     words = [
@@ -132,18 +142,18 @@ def _block_totals(part: Any, block: int, x: int, x_stride: int, rows: int, sums:
 
 
 @jit
-def _share(thread: int, num_threads: int, count: int) -> tuple[int, int]:
-    """A thread's contiguous part of `count` tasks: first and end."""
-    return thread * count // num_threads, (thread + 1) * count // num_threads
+def _range_of(share: int, num_shares: int, count: int) -> tuple[int, int]:
+    """A share's contiguous part of `count` tasks: first and end."""
+    return share * count // num_shares, (share + 1) * count // num_shares
 
 
 @operation
-def linear(thread: int, num_threads: int, record: int) -> None:
+def linear(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: part, x, inputs, out, out_stride, rows, bias (0: none), accumulate, workspaces, workspace_bytes."""
     words = carray(pointer(record), (16,), np.int64)
     part = carray(pointer(words[0]), (_PART_WORDS,), np.int64)
     x, inputs, out_stride, rows, accumulate = words[1], words[2], words[4], words[5], words[7]
-    workspace = words[8] + thread * words[9]
+    workspace = words[8] + worker * words[9]
     first, channels = part[_FIRST], part[_CHANNELS]
     out = carray(pointer(words[3]), (rows, out_stride), np.float32)
     bias = carray(pointer(words[6]), (first + channels,), np.float32)
@@ -151,7 +161,7 @@ def linear(thread: int, num_threads: int, record: int) -> None:
     totals = carray(pointer(workspace + _GATE_TOTALS), (ROW_CHUNK, LANES), np.float32)
     blocks = (channels + LANES - 1) // LANES
     chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
-    task, end = _share(thread, num_threads, blocks * chunks)
+    task, end = _range_of(share, num_shares, blocks * chunks)
     summed = -1
     while task < end:
         chunk, block = task // blocks, task % blocks
@@ -178,20 +188,20 @@ def linear(thread: int, num_threads: int, record: int) -> None:
 
 
 @operation
-def gated_linear(thread: int, num_threads: int, record: int) -> None:
+def gated_linear(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: gate part, up part, x, inputs, out, out_stride, rows, workspaces, workspace_bytes."""
     words = carray(pointer(record), (16,), np.int64)
     gate = carray(pointer(words[0]), (_PART_WORDS,), np.int64)
     up = carray(pointer(words[1]), (_PART_WORDS,), np.int64)
     x, inputs, out_stride, rows = words[2], words[3], words[5], words[6]
-    workspace = words[7] + thread * words[8]
+    workspace = words[7] + worker * words[8]
     channels = gate[_CHANNELS]
     out = carray(pointer(words[4]), (rows, out_stride), np.float32)
     totals = carray(pointer(workspace + _GATE_TOTALS), (ROW_CHUNK, LANES), np.float32)
     blocks = (channels + LANES - 1) // LANES
     chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
     same_groups = gate[_GROUP_SIZE] == up[_GROUP_SIZE]
-    task, end = _share(thread, num_threads, blocks * chunks)
+    task, end = _range_of(share, num_shares, blocks * chunks)
     summed = -1
     while task < end:
         chunk, block = task // blocks, task % blocks
@@ -216,14 +226,14 @@ def gated_linear(thread: int, num_threads: int, record: int) -> None:
 
 
 @operation
-def embedding(thread: int, num_threads: int, record: int) -> None:
+def embedding(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: parts, number of parts, token_ids, out, inputs, rows. An id outside the matrix gives a row of NaN."""
     words = carray(pointer(record), (16,), np.int64)
     parts = carray(pointer(words[0]), (words[1], _PART_WORDS), np.int64)
     inputs, rows = words[4], words[5]
     token_ids = carray(pointer(words[2]), (rows,), np.int32)
     out = carray(pointer(words[3]), (rows, inputs), np.float32)
-    first_row, end_row = _share(thread, num_threads, rows)
+    first_row, end_row = _range_of(share, num_shares, rows)
     for row in range(first_row, end_row):
         token = np.int64(token_ids[row])
         found = False
@@ -268,14 +278,14 @@ def _read_scale(address: int, half: int, index: int) -> float:
 
 
 @operation
-def gather_rows(thread: int, num_threads: int, record: int) -> None:
+def gather_rows(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: x, rows of x, indices, out, width, count. An index outside x gives a row of NaN."""
     words = carray(pointer(record), (16,), np.int64)
     available, width, count = words[1], words[4], words[5]
     x = carray(pointer(words[0]), (available, width), np.float32)
     indices = carray(pointer(words[2]), (count,), np.int32)
     out = carray(pointer(words[3]), (count, width), np.float32)
-    first, end = _share(thread, num_threads, count)
+    first, end = _range_of(share, num_shares, count)
     for i in range(first, end):
         index = indices[i]
         if 0 <= index < available:

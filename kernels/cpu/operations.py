@@ -11,18 +11,18 @@ from shardline.kernels.cpu.jit import jit, operation
 
 
 @operation
-def rms_norm_operation(thread: int, num_threads: int, record: int) -> None:
+def rms_norm_operation(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: x, weight, eps (float64 bits), out, K, rows."""
     words = carray(pointer(record), (6,), np.int64)
     size, rows = words[4], words[5]
     x = carray(pointer(words[0]), (rows, size), np.float32)
     weight = carray(pointer(words[1]), (size,), np.float32)
     out = carray(pointer(words[3]), (rows, size), np.float32)
-    rms_norm.rms_norm(thread, num_threads, x, weight, float64_of_bits(words[2]), out, rows)
+    rms_norm.rms_norm(share, num_shares, x, weight, float64_of_bits(words[2]), out, rows)
 
 
 @jit
-def _rope_kv_write(thread, num_threads, record, dtype):
+def _rope_kv_write(share, num_shares, record, dtype):
     words = carray(pointer(record), (21,), np.int64)
     columns, rows = words[1], words[2]
     max_positions, half_rotary = words[7], words[8]
@@ -38,25 +38,25 @@ def _rope_kv_write(thread, num_threads, record, dtype):
     k_norm = carray(pointer(words[18]), (words[19],), np.float32)
     eps = float64_of_bits(words[20])
     rope.rope_kv_write(
-        thread, num_threads, qkv, positions, slots, cos, sin, words[9] != 0, keys, values, q_norm, k_norm, eps, rows
+        share, num_shares, qkv, positions, slots, cos, sin, words[9] != 0, keys, values, q_norm, k_norm, eps, rows
     )
 
 
 @operation
-def rope_kv_write_float32(thread: int, num_threads: int, record: int) -> None:
+def rope_kv_write_float32(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: qkv, its columns, rows, positions, slots, cos, sin, max positions, R / 2, interleaved, keys, values,
     blocks, Hkv, block size, D, value stride, q_norm, k_norm, their length (0: none), eps (float64 bits)."""
-    _rope_kv_write(thread, num_threads, record, np.float32)
+    _rope_kv_write(share, num_shares, record, np.float32)
 
 
 @operation
-def rope_kv_write_float16(thread: int, num_threads: int, record: int) -> None:
+def rope_kv_write_float16(worker: int, share: int, num_shares: int, record: int) -> None:
     """As `rope_kv_write_float32`; the pool holds float16 bits."""
-    _rope_kv_write(thread, num_threads, record, np.uint16)
+    _rope_kv_write(share, num_shares, record, np.uint16)
 
 
 @jit
-def _paged_attention(thread, num_threads, record, dtype):
+def _paged_attention(worker, share, num_shares, record, dtype):
     words = carray(pointer(record), (19,), np.int64)
     columns, rows = words[1], words[2]
     blocks, kv_heads, block_size, dim, value_stride = words[10], words[11], words[12], words[13], words[14]
@@ -67,21 +67,22 @@ def _paged_attention(thread, num_threads, record, dtype):
     keys = carray(pointer(words[8]), (blocks, kv_heads, block_size // rope.OCTET, dim, rope.OCTET), dtype)
     values = carray(pointer(words[9]), (blocks, kv_heads, block_size, value_stride), dtype)
     out = carray(pointer(words[16]), (rows, columns - 2 * kv_heads * dim), np.float32)
-    scratch = carray(pointer(words[17]), (num_threads, words[18]), np.uint8)
+    # The scratch belongs to the thread, whichever share it does.
+    scratch = carray(pointer(words[17] + (worker - share) * words[18]), (num_shares, words[18]), np.uint8)
     scale = float64_of_bits(words[15])
     attention.paged_attention(
-        thread, num_threads, qkv, positions, sequences, block_tables, keys, values, scale, out, scratch, rows
+        share, num_shares, qkv, positions, sequences, block_tables, keys, values, scale, out, scratch, rows
     )
 
 
 @operation
-def paged_attention_float32(thread: int, num_threads: int, record: int) -> None:
+def paged_attention_float32(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: qkv, its columns, rows, positions, sequences, block_tables, their rows, their columns, keys, values,
     blocks, Hkv, block size, D, value stride, scale (float64 bits), out, scratch, scratch bytes a thread."""
-    _paged_attention(thread, num_threads, record, np.float32)
+    _paged_attention(worker, share, num_shares, record, np.float32)
 
 
 @operation
-def paged_attention_float16(thread: int, num_threads: int, record: int) -> None:
+def paged_attention_float16(worker: int, share: int, num_shares: int, record: int) -> None:
     """As `paged_attention_float32`; the pool holds float16 bits."""
-    _paged_attention(thread, num_threads, record, np.uint16)
+    _paged_attention(worker, share, num_shares, record, np.uint16)

@@ -378,13 +378,15 @@ def describe(
 
 
 @operation
-def sample_operation(thread: int, num_threads: int, record: int) -> None:
+def sample_operation(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: the address of what `describe` gives."""
     words = carray(pointer(carray(pointer(record), (1,), np.int64)[0]), (30,), np.int64)
     rows, vocab = words[1], words[2]
+    # The scratch belongs to the thread, whichever share it does.
+    scratch = words[3] + (worker - share) * words[4]
     sample_rows(
-        thread,
-        num_threads,
+        share,
+        num_shares,
         carray(pointer(words[0]), (rows, vocab), np.float32),
         carray(pointer(words[5]), (rows,), np.float32),
         carray(pointer(words[11]), (rows,), np.int32),
@@ -406,6 +408,6 @@ def sample_operation(thread: int, num_threads: int, record: int) -> None:
         carray(pointer(words[26]), (rows,), np.float32),
         carray(pointer(words[27]), (rows, words[29]), np.int32),
         carray(pointer(words[28]), (rows, words[29]), np.float32),
-        carray(pointer(words[3]), (num_threads, words[4]), np.uint8),
+        carray(pointer(scratch), (num_shares, words[4]), np.uint8),
         rows,
     )
