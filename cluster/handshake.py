@@ -21,7 +21,9 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from shardline.cluster.errors import TransportError
 
@@ -112,8 +114,18 @@ def _expect(sock: socket.socket, wanted: bytes, deadline: float) -> None:
     raise TransportError(f"the peer answered the handshake with {answer!r}: it is not a stage of this version")
 
 
-def admit(sock: socket.socket, credentials: Credentials, own: int, peer: int, timeout: float) -> None:
-    """The acceptor's side. Tells the connector why it is refused, then raises TransportError with that reason."""
+def admit(
+    sock: socket.socket,
+    credentials: Credentials,
+    own: int,
+    peer: int,
+    timeout: float,
+    claim: Callable[[], str | None] = lambda: None,
+) -> None:
+    """The acceptor's side. Tells the connector why it is refused, then raises TransportError with that reason.
+
+    `claim` is asked last, when the peer is known to be the right one; a reason that it returns refuses the peer too.
+    """
     deadline = time.monotonic() + timeout
     hello = _receive_exactly(sock, _HELLO.size, deadline)
     magic, version, from_index, to_index, epoch, plan_hash, _ = _HELLO.unpack(hello)
@@ -135,10 +147,13 @@ def admit(sock: socket.socket, credentials: Credentials, own: int, peer: int, ti
             sock,
             f"{name(from_index)} wants {name(to_index)}; {name(own)} expects {name(peer)}",
         )
+    reason = claim()
+    if reason is not None:
+        refuse(sock, reason)
     _send(sock, _WELCOME, deadline)
 
 
-def refuse(sock: socket.socket, reason: str) -> None:
+def refuse(sock: socket.socket, reason: str) -> NoReturn:
     """Tell the connector why, as far as it listens, and raise TransportError."""
     text = reason.encode()[:_MAX_REASON]
     try:

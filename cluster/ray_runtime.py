@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -145,9 +147,12 @@ class StageBundles:
         )
         self._order: tuple[int, ...] = tuple(range(len(placements)))
 
-    def wait(self, timeout: float) -> None:
+    async def wait(self, timeout: float) -> None:
         """Wait for the bundles. Raises PlanningError with what was asked and what there is."""
-        if not self.group.wait(timeout):
+        deadline = time.monotonic() + timeout
+        while not (placed := self.group.wait(0)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if not placed:
             wanted = ", ".join(
                 f"stage {index}: {dict(p.resources)}" + (f" on node {p.node_id[:8]}" if p.node_id else "")
                 for index, p in enumerate(self._placements)

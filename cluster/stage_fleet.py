@@ -73,7 +73,7 @@ class StageFleet:
     async def start(self) -> None:
         """Place and load every stage. Raises as `RayPipeline.start` does."""
         self._bundles = StageBundles(self._placements)
-        await asyncio.to_thread(self._bundles.wait, self._config.placement_seconds)
+        await self._bundles.wait(self._config.placement_seconds)
         self.processes = [self._new_process(index) for index in range(len(self._specs))]
         await all_of(self._load(process) for process in self.processes)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardline.cluster.errors import TransportError
 from shardline.cluster.frames import HEADER_BYTES, Frame, FrameHeader, FrameLimits
-from shardline.cluster.handshake import Credentials, admit, greet, name, refuse
+from shardline.cluster.handshake import Credentials, admit, greet, name
 
 HANDSHAKE_SECONDS = 5.0
 STALL_SECONDS = 10.0
@@ -75,18 +75,52 @@ def _prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_PEER_MS)
 
 
-def _close(sock: socket.socket) -> None:
-    # Only a shutdown wakes a thread that waits in this socket; a close alone does not.
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
+def _paused(error: OSError) -> bool:
+    # The socket's own timeout; the kernel's ETIMEDOUT for a peer that is gone is of the same class.
+    return isinstance(error, TimeoutError) and error.errno is None
+
+
+class _Guard:
+    """One connected socket that one thread uses and any thread may close.
+
+    The descriptor is given back only when nobody is inside a call on it: its number may belong to the next connection a
+    moment later, and a thread that was about to read would read from that one.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._lock = threading.Lock()
+        self._used = False
+        self._closed = False
+
+    def __enter__(self) -> socket.socket:
+        with self._lock:
+            if self._closed:
+                raise ChannelClosedError("closed on this side")
+            self._used = True
+        return self.sock
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._used = False
+            if self._closed:
+                self.sock.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            # Only a shutdown wakes a thread that waits in this socket.
+            with suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+            if not self._used:
+                self.sock.close()
 
 
 class TcpSender:
     """Frames out of a connected socket."""
 
     def __init__(self, sock: socket.socket, peer: str, stall_seconds: float = STALL_SECONDS) -> None:
-        self._sock = sock
+        self._guard = _Guard(sock)
         self._peer = peer
         self._stall = stall_seconds
         self.seconds = 0.0
@@ -101,22 +135,23 @@ class TcpSender:
             assert frame.hidden.dtype == np.float32
             assert frame.hidden.flags.c_contiguous
             parts.append(frame.hidden.reshape(-1).view(np.uint8).data)
-        began = time.perf_counter()
-        try:
-            while parts:
-                sent = self._sock.sendmsg(parts)
-                while parts and sent >= len(parts[0]):
-                    sent -= len(parts.pop(0))
-                if sent:
-                    parts[0] = parts[0][sent:]
-        except TimeoutError:
-            raise TransportError(f"{self._peer} has not taken a byte for {self._stall:g} s") from None
-        except OSError as error:
-            raise TransportError(f"sending to {self._peer} failed: {error}") from error
-        self.seconds += time.perf_counter() - began
+        with self._guard as sock:
+            began = time.perf_counter()
+            try:
+                while parts:
+                    sent = sock.sendmsg(parts)
+                    while parts and sent >= len(parts[0]):
+                        sent -= len(parts.pop(0))
+                    if sent:
+                        parts[0] = parts[0][sent:]
+            except OSError as error:
+                if _paused(error):
+                    raise TransportError(f"{self._peer} has not taken a byte for {self._stall:g} s") from None
+                raise TransportError(f"sending to {self._peer} failed: {error}") from error
+            self.seconds += time.perf_counter() - began
 
     def close(self) -> None:
-        _close(self._sock)
+        self._guard.close()
 
 
 class TcpReceiver:
@@ -125,7 +160,7 @@ class TcpReceiver:
     def __init__(
         self, sock: socket.socket, peer: str, limits: FrameLimits, stall_seconds: float = STALL_SECONDS
     ) -> None:
-        self._sock = sock
+        self._guard = _Guard(sock)
         self._peer = peer
         self._limits = limits
         self._stall = stall_seconds
@@ -134,38 +169,39 @@ class TcpReceiver:
         sock.settimeout(stall_seconds)
 
     def receive(self, epoch: int, slot: Slot) -> Frame:
-        self._fill(memoryview(self._header), between_frames=True)
-        began = time.perf_counter()
-        header = FrameHeader.unpack(self._header, self._limits, epoch)
-        meta = bytearray(header.meta_bytes)
-        self._fill(memoryview(meta))
-        hidden = None
-        if header.rows:
-            data = slot[: header.payload_bytes]
-            self._fill(data.data)
-            hidden = data.view(np.float32).reshape(header.rows, header.columns)
-        self.seconds += time.perf_counter() - began
-        return Frame(header.kind, header.step_id, meta, hidden)
+        with self._guard as sock:
+            self._fill(sock, memoryview(self._header), between_frames=True)
+            began = time.perf_counter()
+            header = FrameHeader.unpack(self._header, self._limits, epoch)
+            meta = bytearray(header.meta_bytes)
+            self._fill(sock, memoryview(meta))
+            hidden = None
+            if header.rows:
+                data = slot[: header.payload_bytes]
+                self._fill(sock, data.data)
+                hidden = data.view(np.float32).reshape(header.rows, header.columns)
+            self.seconds += time.perf_counter() - began
+            return Frame(header.kind, header.step_id, meta, hidden)
 
-    def _fill(self, view: memoryview, *, between_frames: bool = False) -> None:
+    def _fill(self, sock: socket.socket, view: memoryview, *, between_frames: bool = False) -> None:
         got = 0
         while got < len(view):
             try:
-                part = self._sock.recv_into(view[got:])
-            except TimeoutError:
-                if between_frames and got == 0:
-                    continue
-                raise TransportError(f"{self._peer} stopped in the middle of a frame for {self._stall:g} s") from None
+                part = sock.recv_into(view[got:])
             except OSError as error:
+                if _paused(error):
+                    if between_frames and got == 0:
+                        continue
+                    raise TransportError(f"{self._peer} stopped in mid-frame for {self._stall:g} s") from None
                 raise TransportError(f"receiving from {self._peer} failed: {error}") from error
             if part == 0:
                 if between_frames and got == 0:
                     raise ChannelClosedError(f"{self._peer} closed the connection")
-                raise TransportError(f"{self._peer} closed the connection in the middle of a frame")
+                raise TransportError(f"{self._peer} closed the connection in mid-frame")
             got += part
 
     def close(self) -> None:
-        _close(self._sock)
+        self._guard.close()
 
 
 class Listener:
@@ -201,6 +237,7 @@ class Listener:
         self._candidates = threading.Semaphore(_MAX_CANDIDATES)
         self._changed = threading.Condition()
         self._admitted: socket.socket | None = None
+        self._claimed = False
         self._given = False
         self._closed = False
         self._refusals: deque[str] = deque(maxlen=4)
@@ -223,35 +260,54 @@ class Listener:
         with self._changed:
             self._closed = True
             if self._admitted is not None and not self._given:
-                _close(self._admitted)
+                self._admitted.close()
                 self._admitted = None
             self._changed.notify_all()
-        _close(self._sock)
+        # Wakes the listening thread, which alone closes the socket.
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _listen(self) -> None:
         while True:
             try:
                 sock, _ = self._sock.accept()
             except OSError:
-                return
+                if self._closed:
+                    self._sock.close()
+                    return
+                # A peer that gave up in the queue, or this process is out of descriptors for the moment.
+                time.sleep(0.05)
+                continue
             if not self._candidates.acquire(blocking=False):
-                _close(sock)
+                sock.close()
                 continue
             threading.Thread(target=self._examine, args=(sock,), name="handshake", daemon=True).start()
 
     def _examine(self, sock: socket.socket) -> None:
+        claimed = False
+
+        def claim() -> str | None:
+            nonlocal claimed
+            with self._changed:
+                if self._claimed or self._closed:
+                    return f"{name(self._peer)} is connected already"
+                self._claimed = claimed = True
+            return None
+
         try:
             _prepare(sock)
-            admit(sock, self._credentials, self._own, self._peer, self._handshake_seconds)
+            admit(sock, self._credentials, self._own, self._peer, self._handshake_seconds, claim)
             with self._changed:
-                if self._admitted is not None or self._closed:
-                    refuse(sock, f"{name(self._peer)} is connected already")
+                if self._closed:
+                    raise TransportError("the listener was closed")
                 self._admitted = sock
                 self._changed.notify_all()
         except (TransportError, OSError) as error:
-            _close(sock)
+            sock.close()
             with self._changed:
                 self._refusals.append(str(error))
+                if claimed:
+                    self._claimed = False
         finally:
             self._candidates.release()
 
@@ -271,7 +327,7 @@ def connect(
         greet(sock, credentials, own, peer, handshake_seconds)
     except (TransportError, OSError) as error:
         if sock is not None:
-            _close(sock)
+            sock.close()
         raise TransportError(
             f"{name(own)} cannot connect to {name(peer)} at {address[0]}:{address[1]}: {error}"
         ) from error

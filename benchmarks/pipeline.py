@@ -1,0 +1,176 @@
+"""What the data plane costs: stages that only pretend to work, real Ray actors, real sockets.
+
+    python -m benchmarks.pipeline            (or: make bench-pipeline)
+
+Each stage sleeps for `--work-ms` a step and hands on hidden states of a given size, with N + 2 plans in flight for N
+stages. The ideal rate is one step per `time.sleep(work)` as this machine really sleeps, measured in the same run: a
+pipeline cannot beat its slowest stage. Prints the median and the spread of repeated trials and writes them as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardline import __version__
+from shardline.cluster.ray_pipeline import RayPipeline
+from shardline.cluster.ray_runtime import connected
+from shardline.cluster.stage_loading import LoadedStage, ModelIdentity
+from shardline.scheduler import StepPlan, StepResult
+from shardline.scheduler.plan import SampledToken, SequenceRun
+from shardline.stage.spec import StageSpec
+from shardline.stage.stage import StepOutput
+
+HIDDEN_SIZE = 4096
+RESULTS = Path(__file__).parent / "results" / "pipeline.json"
+
+
+class PretendStage:
+    """Sleeps, then gives hidden states that it made itself."""
+
+    def __init__(self, spec: StageSpec, work_seconds: float) -> None:
+        self._spec = spec
+        self._work_seconds = work_seconds
+
+    def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
+        """Sleep for one step."""
+        if self._work_seconds:
+            time.sleep(self._work_seconds)
+        if self._spec.has_head:
+            tokens = tuple(SampledToken(run.seq_id, plan.step_id) for run in plan.runs if run.samples)
+            return StepOutput(None, StepResult(plan.step_id, tokens))
+        # What a backend's `read` does: memory of its own for each step.
+        return StepOutput(np.empty((plan.num_tokens, HIDDEN_SIZE), np.float32), None)
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class PretendLoader:
+    """Makes pretend stages."""
+
+    work_seconds: float
+
+    def identity(self) -> ModelIdentity:
+        """There is no model."""
+        return ModelIdentity("pretend", HIDDEN_SIZE, 1)
+
+    def load(self, spec: StageSpec) -> LoadedStage:
+        """A stage."""
+        return LoadedStage(PretendStage(spec, self.work_seconds), self.identity(), "pretend", lambda: 0)
+
+
+def sleep_seconds(work_seconds: float, count: int = 100) -> float:
+    """How long a sleep of that length takes here."""
+    began = time.perf_counter()
+    for _ in range(count):
+        time.sleep(work_seconds)
+    return (time.perf_counter() - began) / count
+
+
+def make_specs(num_stages: int, max_rows: int) -> list[StageSpec]:
+    """Stages of one empty layer each."""
+    return [
+        StageSpec(i, i, i + 1, i == 0, i == num_stages - 1, 1, 8, "float32", max_rows, 1, 8, 1)
+        for i in range(num_stages)
+    ]
+
+
+async def trial(pipeline: RayPipeline, first: int, steps: int, rows: int, depth: int) -> float:
+    """Steps a second with `depth` plans in flight, counted from a full pipeline."""
+    warm = 2 * depth
+    submitted = finished = 0
+    began = 0.0
+    while finished < steps + warm:
+        while submitted < steps + warm and submitted - finished < depth:
+            run = SequenceRun(0, 0, (0,) * rows, (), True)
+            await pipeline.submit(StepPlan(first + submitted, (), (), (run,)))
+            submitted += 1
+        result = await pipeline.result()
+        assert result.step_id == first + finished
+        finished += 1
+        if finished == warm:
+            began = time.perf_counter()
+    return steps / (time.perf_counter() - began)
+
+
+async def measure(work_seconds: float, num_stages: int, payloads: Sequence[int], trials: int, steps: int) -> list[dict]:
+    """One row a payload."""
+    depth = num_stages + 2
+    row_bytes = HIDDEN_SIZE * 4
+    pipeline = RayPipeline(make_specs(num_stages, max(payloads) // row_bytes), PretendLoader(work_seconds))
+    rows = []
+    await pipeline.start()
+    try:
+        first = 0
+        for payload in payloads:
+            rates = []
+            for _ in range(trials):
+                rates.append(await trial(pipeline, first, steps, payload // row_bytes, depth))
+                first += steps + 2 * depth
+            rows.append({"payload_bytes": payload, "depth": depth, "steps": steps, "rates": rates})
+    finally:
+        await pipeline.close()
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--work-ms", type=float, default=5.0)
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--payloads", type=int, nargs="+", default=[16 * 1024, 256 * 1024, 2 * 1024 * 1024])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    work = given.work_ms / 1000
+    with connected(num_cpus=given.stages):
+        slept = sleep_seconds(work) if work else 0.0
+        rows = asyncio.run(measure(work, given.stages, given.payloads, given.trials, given.steps))
+    out = sys.stdout.write
+    ideal = 1 / slept if slept else None
+    out(f"{given.stages} stages, {given.work_ms:g} ms of pretend work each, {rows[0]['depth']} in flight\n")
+    if ideal:
+        out(f"a sleep of {given.work_ms:g} ms takes {slept * 1000:.2f} ms here: the ideal is {ideal:.1f} steps/s\n")
+    for row in rows:
+        median = statistics.median(row["rates"])
+        row["median"] = median
+        row["of_ideal"] = median / ideal if ideal else None
+        share = f", {median / ideal:.1%} of the ideal" if ideal else ""
+        out(
+            f"{row['payload_bytes'] / 1024:8.0f} KiB: median {median:7.1f} steps/s{share}"
+            f" (of {len(row['rates'])} trials: {min(row['rates']):.1f} to {max(row['rates']):.1f})\n"
+        )
+    given.results.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "shardline": __version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "stages": given.stages,
+        "work_ms": given.work_ms,
+        "sleep_ms": slept * 1000,
+        "rows": rows,
+    }
+    given.results.write_text(json.dumps(report, indent=1) + "\n")
+    out(f"written to {given.results}\n")
+
+
+if __name__ == "__main__":
+    main()
