@@ -1,0 +1,299 @@
+"""From a few options to an engine: open the model, look at the devices, plan, put the parts together."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardline.cluster.engine import Engine
+from shardline.cluster.local_pipeline import LocalPipeline
+from shardline.cluster.model_text import ModelText
+from shardline.cluster.models import Progress, resolve
+from shardline.cluster.placement import Device, ModelBytes, PipelinePlan, Wanted
+from shardline.cluster.planner import plan_pipeline
+from shardline.scheduler import InvalidParameterError, SchedulerConfig
+from shardline.stage import Checkpoint, open_checkpoint
+
+if TYPE_CHECKING:
+    from shardline.cluster.ray_runtime import NodeInfo
+
+CHANNEL_BLOCK = 64
+"""The CPU backend pads a matrix to whole blocks of this many output channels."""
+
+THREAD_BYTES_PER_SECOND = 4e9
+THREAD_FLOPS_PER_SECOND = 5e10
+"""What one core of a recent x86 server does on 4-bit weights; `measure_cpu` says what this one does."""
+
+PROCESS_BYTES = 300 * 2**20
+"""A stage's process before it has loaded anything: the interpreter, Ray, compiled code."""
+
+MEMORY_SHARE = 0.9
+"""Of a host's available memory; the rest stays for everything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a user chooses. Pickles, so that an engine can be built from it elsewhere.
+
+    Attributes:
+        model: A model file's path or a known name.
+        stages: How many stages; None for one, or what `split` or the cluster gives.
+        split: Layers of each stage, to force it.
+        address: A Ray cluster: "auto", "host:port" or "local"; None for no Ray unless there is more than one stage.
+        context: The most tokens of one sequence; None for what the model was made for and the memory holds.
+        concurrency: Sequences of that length that the pool is made for.
+        threads: CPU threads of each stage; None for all cores that this process may use.
+        memory: Bytes that each stage may take; None shares what is free.
+        block_size, kv_dtype, max_sequences, max_step_tokens, prefill_chunk, prefix_cache: See `Wanted` and
+            `SchedulerConfig`.
+    """
+
+    model: str
+    stages: int | None = None
+    split: tuple[int, ...] | None = None
+    address: str | None = None
+    context: int | None = None
+    concurrency: int = 8
+    threads: int | None = None
+    memory: tuple[int, ...] | None = None
+    block_size: int = 16
+    kv_dtype: str = "float16"
+    max_sequences: int = 64
+    max_step_tokens: int = 512
+    prefill_chunk: int = 256
+    prefix_cache: bool = True
+
+    @property
+    def stage_count(self) -> int | None:
+        """How many stages are asked for, if that is said."""
+        return len(self.split) if self.split is not None else self.stages
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether the stages are Ray actors."""
+        return self.address is not None or (self.stage_count or 1) > 1
+
+
+def model_bytes(checkpoint: Checkpoint) -> ModelBytes:
+    """Resident bytes of a model on the CPU backend, from its header."""
+    spec = checkpoint.spec
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    channels = {
+        "q": queries,
+        "k": keys,
+        "v": keys,
+        "o": spec.hidden_size,
+        "gate": spec.intermediate_size,
+        "up": spec.intermediate_size,
+        "down": spec.hidden_size,
+    }
+
+    def padded(role: str, layer: int | None, count: int) -> int:
+        return checkpoint.matrix_bytes(role, layer) // count * (-(-count // CHANNEL_BLOCK) * CHANNEL_BLOCK)
+
+    vectors = 2 * spec.hidden_size
+    if spec.qkv_bias:
+        vectors += queries + 2 * keys
+    if spec.qk_norm:
+        vectors += 2 * spec.head_dim
+    layers = tuple(
+        sum(padded(role, layer, count) for role, count in channels.items()) + 4 * vectors
+        for layer in range(spec.num_layers)
+    )
+    return ModelBytes(
+        layers=layers,
+        embed=padded("embed", None, spec.vocab_size),
+        head=padded("head", None, spec.vocab_size) + 4 * spec.hidden_size,
+        tied=spec.tied_embeddings,
+    )
+
+
+def available_memory() -> int:
+    """Bytes that this process's host, or its container, can still give."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else min(available, max(0, int(limit) - used))
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_devices(
+    count: int,
+    *,
+    node: str | None = None,
+    free_bytes: int | None = None,
+    memory: Sequence[int] | None = None,
+    threads: int | None = None,
+    host_cores: int | None = None,
+) -> list[Device]:
+    """Shares of one host's cores and memory, one for each of `count` stages that take turns on it.
+
+    Args:
+        count: How many.
+        node: The host's name; None for this one.
+        free_bytes: Of the host; None asks this one.
+        memory: Of each share; None divides `free_bytes`.
+        threads: Of each stage; None for all of the host's cores, which stages use in turn.
+        host_cores: Of the host; None for what this process may use.
+    """
+    node = node or platform.node() or "localhost"
+    host_cores = host_cores or cores()
+    threads = threads or host_cores
+    if memory is None:
+        whole = free_bytes if free_bytes is not None else int(MEMORY_SHARE * available_memory())
+        memory = [max(0, whole // count - PROCESS_BYTES)] * count
+    rate = min(threads, host_cores)
+    return [
+        Device(
+            name=f"{node} cpu" if count == 1 else f"{node} cpu {index}",
+            node=node,
+            free_bytes=free,
+            bytes_per_second=rate * THREAD_BYTES_PER_SECOND,
+            flops_per_second=rate * THREAD_FLOPS_PER_SECOND,
+            threads=threads,
+            compute=f"{node} cores",
+        )
+        for index, free in enumerate(memory)
+    ]
+
+
+def wanted(options: EngineOptions) -> Wanted:
+    """The planner's wish for these options. Raises InvalidParameterError for what no plan could satisfy."""
+    if options.kv_dtype not in ("float16", "float32"):
+        raise InvalidParameterError("kv_dtype", options.kv_dtype, "float16 or float32")
+    if options.block_size not in (8, 16, 32, 64, 128, 256):
+        raise InvalidParameterError("block_size", options.block_size, "a power of two from 8 to 256")
+    for field in ("concurrency", "max_sequences", "max_step_tokens", "prefill_chunk"):
+        if getattr(options, field) < 1:
+            raise InvalidParameterError(field, getattr(options, field), "an integer from 1 up")
+    if options.threads is not None and options.threads < 1:
+        raise InvalidParameterError("threads", options.threads, "an integer from 1 up")
+    if options.memory is not None and options.stage_count not in (None, len(options.memory)):
+        raise InvalidParameterError(
+            "memory", ",".join(map(str, options.memory)), f"one number for each of {options.stage_count} stages"
+        )
+    return Wanted(
+        context=options.context,
+        concurrency=options.concurrency,
+        block_size=options.block_size,
+        kv_dtype=options.kv_dtype,
+        max_step_tokens=options.max_step_tokens,
+        max_sequences=options.max_sequences,
+        stages=options.stages,
+        split=options.split,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A planned engine that has not been built yet. Pickles.
+
+    Attributes:
+        options: As given.
+        path: The model file.
+        plan: The plan.
+        node_ids: Ray's id of each stage's node; None leaves the placement to Ray.
+    """
+
+    options: EngineOptions
+    path: Path
+    plan: PipelinePlan
+    node_ids: tuple[str, ...] | None
+
+
+def prepare(options: EngineOptions, *, progress: Progress | None = None) -> Prepared:
+    """Find the model and plan. Where `options.address` names a cluster, its nodes are asked for.
+
+    Raises:
+        ModelNotFoundError, CheckpointError: the model cannot be had or used.
+        PlanningError, InvalidParameterError: the options cannot be met.
+        EngineNotFoundError: no cluster answers at the address.
+    """
+    wish = wanted(options)
+    path = resolve(options.model, progress=progress)
+    checkpoint = open_checkpoint(path)
+    try:
+        model, size = checkpoint.spec, model_bytes(checkpoint)
+    finally:
+        checkpoint.close()
+    if options.address in (None, "local"):
+        count = options.stage_count or len(options.memory or (0,))
+        devices = cpu_devices(max(1, count), memory=options.memory, threads=options.threads)
+        return Prepared(options, path, plan_pipeline(model, size, devices, wish), None)
+    from shardline.cluster.ray_runtime import describe_cluster
+
+    devices = cluster_devices(describe_cluster(options.address), options)
+    plan = plan_pipeline(model, size, devices, wish)
+    return Prepared(options, path, plan, tuple(stage.device.node for stage in plan.stages))
+
+
+def cluster_devices(nodes: Sequence[NodeInfo], options: EngineOptions) -> list[Device]:
+    """Shares of a cluster's nodes: one a node, more only where more stages are asked for than there are nodes."""
+    count = options.stage_count or len(nodes)
+    devices: list[Device] = []
+    for index, node in enumerate(nodes):
+        here = len(range(index, count, len(nodes)))
+        name = f"{node.host} {node.address}"
+        memory = None if options.memory is None else options.memory[len(devices) : len(devices) + here]
+        devices += [
+            replace(device, node=node.node_id)
+            for device in cpu_devices(
+                here,
+                node=name,
+                free_bytes=node.memory_bytes,
+                memory=memory,
+                threads=options.threads,
+                host_cores=max(1, int(node.cpus)),
+            )
+        ]
+    return devices
+
+
+def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
+    """The engine, not started yet.
+
+    Its stages are Ray actors, and Ray must be connected, where the options say so and not `in_process`. Raises
+    CheckpointError.
+    """
+    options, plan = prepared.options, prepared.plan
+    checkpoint = open_checkpoint(prepared.path)
+    try:
+        text = ModelText.from_checkpoint(checkpoint)
+        scheduler = SchedulerConfig(
+            num_blocks=plan.num_blocks,
+            block_size=options.block_size,
+            max_context=plan.context,
+            depth=plan.depth,
+            max_step_tokens=options.max_step_tokens,
+            prefill_chunk=min(options.prefill_chunk, options.max_step_tokens),
+            max_sequences=options.max_sequences,
+            min_microbatch=plan.min_microbatch,
+            prefix_cache=options.prefix_cache,
+            eos_token_ids=tuple(text.tokenizer.eos_ids),
+            vocab_size=checkpoint.spec.vocab_size,
+        )
+        if in_process or not options.uses_ray:
+            return Engine(LocalPipeline(plan.specs, checkpoint, owns_checkpoint=True), text, scheduler)
+    except BaseException:
+        checkpoint.close()
+        raise
+    checkpoint.close()
+    from shardline.cluster.ray_pipeline import RayPipeline
+    from shardline.cluster.ray_runtime import StagePlacement
+
+    placements = None if prepared.node_ids is None else [StagePlacement(node_id) for node_id in prepared.node_ids]
+    return Engine(RayPipeline(plan.specs, prepared.path, placements), text, scheduler)
