@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from shardline.cluster.connection import ENGINE_NAME, Connection, LocalConnection, RayConnection
-from shardline.cluster.engine import EngineStatus
+from shardline.cluster.engine import Engine, EngineStatus
 from shardline.cluster.errors import EngineDeadError, ShardlineError
 from shardline.cluster.inbox import Failure, Inbox, merge
 from shardline.cluster.request import Completion, Delta, Message, Request
@@ -138,7 +138,13 @@ class AsyncClient:
         from shardline.cluster.build import EngineOptions, build_engine, prepare
 
         wish = EngineOptions(model=fspath(model), **options)
-        engine = await asyncio.to_thread(lambda: build_engine(prepare(wish), in_process=True))
+        return await cls.over(lambda: build_engine(prepare(wish), in_process=True))
+
+    @classmethod
+    async def over(cls, build: Callable[[], Engine]) -> Self:
+        """An engine of one's own, from whatever builds it; it is started here, and closed with the client. Raises what
+        keeps it from starting."""
+        engine = await asyncio.to_thread(build)
         await engine.start()
         return cls(LocalConnection(engine))
 
@@ -243,6 +249,11 @@ class Client:
     def local(cls, model: str | PathLike[str], **options: Any) -> Self:
         """See `AsyncClient.local`; the engine runs in a thread of its own."""
         return cls._open(AsyncClient.local(model, **options))
+
+    @classmethod
+    def over(cls, build: Callable[[], Engine]) -> Self:
+        """See `AsyncClient.over`; the engine runs in a thread of its own."""
+        return cls._open(AsyncClient.over(build))
 
     @classmethod
     def _open(cls, opening: Coroutine[Any, Any, AsyncClient]) -> Self:
