@@ -133,7 +133,8 @@ class LocalPipeline:
             waiting.cancel()
         self._results.clear()
         await self._in_worker(self._unload)
-        self._worker.shutdown(wait=False)
+        # It has nothing left to do, so this does not wait.
+        self._worker.shutdown()
         if self._owns_checkpoint:
             self._checkpoint.close()
 
