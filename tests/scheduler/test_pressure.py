@@ -77,7 +77,7 @@ def test_the_preempted_goes_before_those_that_came_later(driver, config):
 def test_a_result_for_a_preempted_sequence_is_ignored_even_when_it_is_back(driver, config):
     """Preempted while its sample is in flight, and back before the result: it must not take the token twice."""
     run = driver(config(num_blocks=4))
-    run.add(request("first", length=15))
+    run.add(request("first", length=15, max_tokens=12))
     run.add(request("victim", length=15, first=1, max_tokens=12))
     assert [len(plan.runs) for plan in run.fill()] == [1, 1]
     for _ in range(2):
