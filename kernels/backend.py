@@ -107,6 +107,13 @@ class Backend(ABC):
         """A new, unwritten array."""
 
     @abstractmethod
+    def activations(self, rows: int, channels: int) -> Array:
+        """A new array of rows that matrix products read: the `out` of rms_norm, gated_linear and paged_attention.
+
+        Only ops, `write` and `read` may touch it: a backend may keep it in the form that its products want.
+        """
+
+    @abstractmethod
     def upload(self, host: NDArray[Any]) -> Array:
         """A new array with the host array's contents."""
 
@@ -157,6 +164,10 @@ class Backend(ABC):
         """Wait for everything enqueued."""
 
     # -- ops ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin_step(self, rows: Rows, cache: KVCache, query_heads: int) -> None:
+        """Enqueue what the attention ops of all layers share, once a step before them; `rows` and `cache` as theirs."""
 
     @abstractmethod
     def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int) -> None:

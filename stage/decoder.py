@@ -81,10 +81,10 @@ class Decoder:
         self._token_ids = backend.empty((rows,), "int32")
         self._residual = floats(rows, model.hidden_size)
         if share.num_layers:
-            self._normed = floats(rows, model.hidden_size)
+            self._normed = backend.activations(rows, model.hidden_size)
             self._qkv = floats(rows, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
-            self._attended = floats(rows, model.num_heads * model.head_dim)
-            self._gated = floats(rows, model.intermediate_size)
+            self._attended = backend.activations(rows, model.num_heads * model.head_dim)
+            self._gated = backend.activations(rows, model.intermediate_size)
             self._rows = Rows(
                 count=0,
                 positions=backend.empty((rows,), "int32"),
@@ -107,7 +107,7 @@ class Decoder:
             self._final_norm = backend.upload(checkpoint.vector("final_norm", None))
             self._head_rows = backend.empty((self.max_head_rows,), "int32")
             self._gathered = floats(self.max_head_rows, model.hidden_size)
-            self._head_normed = floats(self.max_head_rows, model.hidden_size)
+            self._head_normed = backend.activations(self.max_head_rows, model.hidden_size)
             self._logits = floats(self.max_head_rows, model.vocab_size)
 
     def forward(self, step: StepRows, hidden: NDArray[np.float32] | None) -> None:
@@ -151,6 +151,7 @@ class Decoder:
             return
         shared = self._rows
         rows = Rows(count, shared.positions, shared.slots, shared.sequences, shared.block_tables)
+        backend.begin_step(rows, self._cache, model.num_heads)
         for index, layer in enumerate(self._layers):
             backend.rms_norm(x, layer.attention_norm, model.norm_eps, self._normed, count)
             backend.linear(self._normed, layer.qkv, self._qkv, count, bias=layer.qkv_bias)

@@ -100,6 +100,9 @@ class CpuBackend(Backend):
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         return aligned_empty(shape, dtype)
 
+    def activations(self, rows: int, channels: int) -> Array:
+        return self.empty((rows, channels), "float32")
+
     def upload(self, host: NDArray[Any]) -> Array:
         array = aligned_empty(host.shape, host.dtype)
         array[...] = host
@@ -189,6 +192,9 @@ class CpuBackend(Backend):
             self._team.run(program.records)
 
     # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, rows: Rows, cache: KVCache, query_heads: int) -> None:
+        pass  # the attention of this backend shares nothing between layers
 
     def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int) -> None:
         checks.embedding(token_ids, weight.channels, weight.inputs, out, rows)
