@@ -20,13 +20,11 @@ from numpy.typing import NDArray
 
 from shardline.kernels.cpu.intrinsics import fma, half_to_float, pointer
 from shardline.kernels.cpu.jit import jit, operation
-from shardline.kernels.cpu.microkernel import group_sum, make_accumulate, silu_times, unpack_group, zero_totals
+from shardline.kernels.cpu.microkernel import HALF, PASS_BYTES, ROW_TILE, accumulate, group_sum, silu_times
 from shardline.kernels.cpu.resident import LANES, Matrix
 
 ROW_CHUNK = 64
 """Rows that share one unpacking of a group: their totals (16 KiB) and the unpacked group stay in the nearest cache."""
-
-WIDEST_GROUP = 128
 
 # A matrix part as int64 words: addresses of q, scale and minimum; bits, group size, groups, first channel, channels,
 # whether scales are float16.
@@ -36,8 +34,7 @@ _Q, _SCALE, _MINIMUM, _BITS, _GROUP_SIZE, _GROUPS, _FIRST, _CHANNELS, _HALF = ra
 # Byte offsets in a thread's workspace.
 _GATE_TOTALS = 0
 _UP_TOTALS = 4 * ROW_CHUNK * LANES
-_TILE = 2 * _UP_TOTALS
-_SUMS = _TILE + 4 * LANES * (WIDEST_GROUP + 2)
+_SUMS = 2 * _UP_TOTALS
 
 
 def workspace_bytes(inputs: int) -> int:
@@ -74,13 +71,6 @@ def describe(matrix: Matrix) -> NDArray[np.int64]:
     return np.array(words, np.int64)
 
 
-_four_bits_1 = make_accumulate(1, 4)
-_eight_bits_1 = make_accumulate(1, 8)
-_tile_1 = make_accumulate(1, 32)
-_tile_2 = make_accumulate(2, 32)
-_tile_4 = make_accumulate(4, 32)
-
-
 @jit
 def _group_sums(part: Any, x: int, x_stride: int, rows: int, sums: int) -> None:
     """sums float32 [rows, groups] of the rows at x."""
@@ -92,53 +82,30 @@ def _group_sums(part: Any, x: int, x_stride: int, rows: int, sums: int) -> None:
 
 
 @jit
-def _block_totals(part: Any, block: int, x: int, x_stride: int, rows: int, sums: int, tile: int, totals: int) -> None:
-    """totals float32 [rows, 64] = rows of x times the block's channels, for at most ROW_CHUNK rows."""
+def _block_totals(part: Any, block: int, x: int, x_stride: int, rows: int, sums: int, totals: int) -> None:
+    """totals float32 [rows, 64] = rows of x times the block's channels."""
     groups, group_size, bits, half = part[_GROUPS], part[_GROUP_SIZE], part[_BITS], part[_HALF]
-    group_bytes = group_size * 8 * bits
-    scale_bytes = LANES * (4 - 2 * half)
-    q = part[_Q] + block * groups * group_bytes
-    scale = part[_SCALE] + block * groups * scale_bytes
-    minimum = part[_MINIMUM] + block * groups * scale_bytes
-    zero_totals(totals, rows)
-    if rows == 1:
-        if bits == 4:
-            _four_bits_1(q, scale, minimum, half, x, x_stride, sums, groups, totals, groups, group_size)
-        else:
-            _eight_bits_1(q, scale, minimum, half, x, x_stride, sums, groups, totals, groups, group_size)
-        return
-    tile_scale = tile + 4 * LANES * group_size
-    tile_minimum = tile_scale + 4 * LANES
-    for group in range(groups):
-        unpack_group(
-            q + group * group_bytes,
-            bits,
-            scale + group * scale_bytes,
-            minimum + group * scale_bytes,
-            half,
-            tile,
-            group_size,
-        )
-        x_group = x + 4 * group * group_size
-        sums_group = sums + 4 * group
-        row = 0
-        while row + 4 <= rows:
-            _tile_4(
-                tile, tile_scale, tile_minimum, 0, x_group + 4 * row * x_stride, x_stride,
-                sums_group + 4 * row * groups, groups, totals + 4 * LANES * row, 1, group_size,
-            )  # fmt: skip
-            row += 4
-        if row + 2 <= rows:
-            _tile_2(
-                tile, tile_scale, tile_minimum, 0, x_group + 4 * row * x_stride, x_stride,
-                sums_group + 4 * row * groups, groups, totals + 4 * LANES * row, 1, group_size,
-            )  # fmt: skip
-            row += 2
-        if row < rows:
-            _tile_1(
-                tile, tile_scale, tile_minimum, 0, x_group + 4 * row * x_stride, x_stride,
-                sums_group + 4 * row * groups, groups, totals + 4 * LANES * row, 1, group_size,
-            )  # fmt: skip
+    scale_bytes = 4 - 2 * half
+    for channel in range(0, HALF, PASS_BYTES):
+        q = part[_Q] + block * groups * group_size * 8 * bits + channel
+        scale = part[_SCALE] + (block * groups * LANES + channel) * scale_bytes
+        minimum = part[_MINIMUM] + (block * groups * LANES + channel) * scale_bytes
+        for row in range(0, rows, ROW_TILE):
+            accumulate(
+                bits,
+                min(rows - row, ROW_TILE),
+                q,
+                scale,
+                minimum,
+                half,
+                x + 4 * row * x_stride,
+                x_stride,
+                sums + 4 * row * groups,
+                groups,
+                totals + 4 * (row * LANES + channel),
+                groups,
+                group_size,
+            )
 
 
 @jit
@@ -171,9 +138,7 @@ def linear(worker: int, share: int, num_shares: int, record: int) -> None:
         if summed != chunk:
             _group_sums(part, x_chunk, inputs, count, workspace + _SUMS)
             summed = chunk
-        _block_totals(
-            part, block, x_chunk, inputs, count, workspace + _SUMS, workspace + _TILE, workspace + _GATE_TOTALS
-        )
+        _block_totals(part, block, x_chunk, inputs, count, workspace + _SUMS, workspace + _GATE_TOTALS)
         lanes = min(channels - block * LANES, LANES)
         channel = first + block * LANES
         for i in range(count):
@@ -208,14 +173,14 @@ def gated_linear(worker: int, share: int, num_shares: int, record: int) -> None:
         row = chunk * ROW_CHUNK
         count = min(rows - row, ROW_CHUNK)
         x_chunk = x + 4 * row * inputs
-        sums, tile = workspace + _SUMS, workspace + _TILE
+        sums = workspace + _SUMS
         if summed != chunk or not same_groups:
             _group_sums(gate, x_chunk, inputs, count, sums)
             summed = chunk
-        _block_totals(gate, block, x_chunk, inputs, count, sums, tile, workspace + _GATE_TOTALS)
+        _block_totals(gate, block, x_chunk, inputs, count, sums, workspace + _GATE_TOTALS)
         if not same_groups:
             _group_sums(up, x_chunk, inputs, count, sums)
-        _block_totals(up, block, x_chunk, inputs, count, sums, tile, workspace + _UP_TOTALS)
+        _block_totals(up, block, x_chunk, inputs, count, sums, workspace + _UP_TOTALS)
         lanes = min(channels - block * LANES, LANES)
         channel = block * LANES
         for i in range(count):

@@ -1,8 +1,10 @@
-"""The inner loops of products with resident integers, written as LLVM vectors of 64 lanes, one an output channel.
+"""The inner loops of products with resident integers, written as LLVM vectors whose lanes are output channels.
 
-LLVM splits a vector of 64 into what the machine has (four registers with AVX-512, eight with AVX2), and keeps the sums
-of a tile of rows in registers, which numba's arrays cannot do. The order of operations is `linear.py`'s contract.
-Arguments are addresses and counts, all int64; strides are in floats.
+A kernel computes one pass of a block for a tile of rows: the channels of PASS_BYTES bytes of 4-bit integers, as many
+low as high nibbles. On machines with AVX-512 a pass is the whole block of 64 channels; on others a quarter, so that the
+sums of a tile of rows still fit the registers. LLVM splits the vectors into what the machine has. The order of
+operations in a lane is `linear.py`'s contract whatever the pass and the tile. Arguments are addresses and counts, all
+int64.
 """
 
 from __future__ import annotations
@@ -12,105 +14,100 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from shardline.kernels.cpu.intrinsics import F16, F32, I8, I32, I64, emit_exp, emit_fma, splat
 from shardline.kernels.cpu.resident import LANES
 
-WIDE = ir.VectorType(F32, LANES)
-FLOAT_BITS = 32
-"""The bits of a group that `unpack_group` unpacked."""
+HALF = LANES // 2
+"""Channels between those of a byte's low and high nibble."""
 
+PASS_BYTES = HALF if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",") else 8
 
-def make_accumulate(rows: int, bits: int) -> Any:
-    """An intrinsic that adds some groups of one block to the totals of `rows` rows.
+ROW_TILE = 4
+"""The most rows whose sums are held in registers at once."""
 
-    Its arguments: (weights, scale, minimum, half_scales, x, x_stride, sums, sums_stride, totals, groups, group_size).
-    Weights are resident integers of 4 or 8 bits, or with bits = 32 float32 [k, 64] with float32 scales. x is the first
-    row at the first group, sums [row, group] the row's sum of each group, totals float32 [rows, 64].
-    """
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        weights, scale, minimum, half, x, x_stride, sums, sums_stride, totals, groups, group_size = args
-        unroll = 4  # every group size is a multiple
-        x_rows = [_at(builder, x, x_stride, 4 * row) for row in range(rows)]
-        sum_rows = [_at(builder, sums, sums_stride, 4 * row) for row in range(rows)]
-        total_rows = [_pointer(builder, totals, WIDE, 4 * LANES * row) for row in range(rows)]
-        product = [cgutils.alloca_once(builder, WIDE) for _ in range(rows)]
-        total = [cgutils.alloca_once(builder, WIDE) for _ in range(rows)]
-        for row in range(rows):
-            builder.store(builder.load(total_rows[row], align=64), total[row])
-        is_half = builder.icmp_signed("!=", half, I64(0))
-        scale_bytes = builder.select(is_half, I64(2 * LANES), I64(4 * LANES))
-
-        with cgutils.for_range(builder, groups) as group_loop:
-            group = group_loop.index
-            first_k = builder.mul(group, group_size)
-            for row in range(rows):
-                builder.store(ir.Constant(WIDE, [0.0] * LANES), product[row])
-            with cgutils.for_range(builder, builder.sdiv(group_size, I64(unroll))) as k_loop:
-                base = builder.add(first_k, builder.mul(k_loop.index, I64(unroll)))
-                for step in range(unroll):
-                    k = builder.add(base, I64(step))
-                    weight = _load_weights(builder, _at(builder, weights, k, LANES * bits // 8), bits)
-                    for row in range(rows):
-                        value = _load_splat(builder, _at(builder, x_rows[row], k, 4))
-                        builder.store(emit_fma(builder, weight, value, builder.load(product[row])), product[row])
-            scales, minimums = (
-                _load_scales(builder, _at(builder, address, group, scale_bytes), is_half, bits)
-                for address in (scale, minimum)
-            )
-            for row in range(rows):
-                group_sum = _load_splat(builder, _at(builder, sum_rows[row], group, 4))
-                scaled = emit_fma(builder, scales, builder.load(product[row]), builder.load(total[row]))
-                builder.store(emit_fma(builder, minimums, group_sum, scaled), total[row])
-
-        for row in range(rows):
-            builder.store(builder.load(total[row]), total_rows[row], align=64)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def accumulate(
-        typingctx: Any,
-        weights: Any,
-        scale: Any,
-        minimum: Any,
-        half_scales: Any,
-        x: Any,
-        x_stride: Any,
-        sums: Any,
-        sums_stride: Any,
-        totals: Any,
-        groups: Any,
-        group_size: Any,
-    ) -> Any:
-        return types.void(*(types.int64,) * 11), codegen
-
-    return accumulate
+_UNROLL = 4  # every group size is a multiple
 
 
 @intrinsic
-def unpack_group(
-    typingctx: Any, weights: Any, bits: Any, scale: Any, minimum: Any, half_scales: Any, target: Any, group_size: Any
+def accumulate(
+    typingctx: Any,
+    bits: Any,
+    rows: Any,
+    weights: Any,
+    scale: Any,
+    minimum: Any,
+    half_scales: Any,
+    x: Any,
+    x_stride: Any,
+    sums: Any,
+    sums_stride: Any,
+    totals: Any,
+    groups: Any,
+    group_size: Any,
 ) -> Any:
-    """One group of a block to float32: its integers to target [group_size, 64], then its scales and minimums [64]."""
+    """Compute one pass of a block for 1..ROW_TILE rows.
+
+    Weights (of 4 or 8 bits), scale, minimum (float16 if half_scales, else float32) and totals (float32 [rows, 64])
+    start at the pass's first channel; x is the first row, sums [row, group] each row's sum of each group; strides are
+    in floats.
+    """
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        weights, bits, scale, minimum, half, target, group_size = args
-        with builder.if_else(builder.icmp_signed("==", bits, I64(8))) as branches:
-            for branch, width in zip(branches, (8, 4), strict=True):
-                with branch, cgutils.for_range(builder, group_size) as k_loop:
-                    values = _load_weights(builder, _at(builder, weights, k_loop.index, LANES * width // 8), width)
-                    place = _at(builder, target, k_loop.index, 4 * LANES)
-                    builder.store(values, _pointer(builder, place, WIDE), align=64)
-        end = _at(builder, target, group_size, 4 * LANES)
-        is_half = builder.icmp_signed("!=", half, I64(0))
-        for index, address in enumerate((scale, minimum)):
-            values = _load_scales(builder, address, is_half, 4)
-            builder.store(values, _pointer(builder, end, WIDE, index * 4 * LANES), align=64)
+        bits, rows, *rest = args
+        for width in (4, 8):
+            with builder.if_then(builder.icmp_signed("==", bits, I64(width))):
+                for count in range(1, ROW_TILE + 1):
+                    with builder.if_then(builder.icmp_signed("==", rows, I64(count))):
+                        _emit_accumulate(builder, count, width, rest)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 7), codegen
+    return types.void(*(types.int64,) * 13), codegen
+
+
+def _emit_accumulate(builder: ir.IRBuilder, rows: int, bits: int, args: list[ir.Value]) -> None:
+    weights, scale, minimum, half, x, x_stride, sums, sums_stride, totals, groups, group_size = args
+    wide = ir.VectorType(F32, PASS_BYTES)
+    zero = ir.Constant(wide, [0.0] * PASS_BYTES)
+    x_rows = [_at(builder, x, x_stride, 4 * row) for row in range(rows)]
+    sum_rows = [_at(builder, sums, sums_stride, 4 * row) for row in range(rows)]
+    products = [[cgutils.alloca_once(builder, wide) for _ in range(2)] for _ in range(rows)]
+    is_half = builder.icmp_signed("!=", half, I64(0))
+    scale_bytes = builder.select(is_half, I64(2 * LANES), I64(4 * LANES))
+
+    def total_place(row: int, side: int) -> ir.Value:
+        return _pointer(builder, totals, wide, 4 * (LANES * row + HALF * side))
+
+    for row in range(rows):
+        for side in range(2):
+            builder.store(zero, total_place(row, side), align=4)
+    with cgutils.for_range(builder, groups) as group_loop:
+        group = group_loop.index
+        first_k = builder.mul(group, group_size)
+        for row in range(rows):
+            for side in range(2):
+                builder.store(zero, products[row][side])
+        with cgutils.for_range(builder, builder.sdiv(group_size, I64(_UNROLL))) as k_loop:
+            base = builder.add(first_k, builder.mul(k_loop.index, I64(_UNROLL)))
+            for step in range(_UNROLL):
+                k = builder.add(base, I64(step))
+                weight = _load_integers(builder, _at(builder, weights, k, LANES * bits // 8), bits, wide)
+                for row in range(rows):
+                    value = _load_splat(builder, _at(builder, x_rows[row], k, 4))
+                    for place, integers in zip(products[row], weight, strict=True):
+                        builder.store(emit_fma(builder, integers, value, builder.load(place)), place)
+        offset = builder.mul(group, scale_bytes)
+        scales = _load_scales(builder, builder.add(scale, offset), is_half, wide)
+        minimums = _load_scales(builder, builder.add(minimum, offset), is_half, wide)
+        for row in range(rows):
+            group_sum = _load_splat(builder, _at(builder, sum_rows[row], group, 4))
+            for side in range(2):
+                place = total_place(row, side)
+                total = builder.load(place, align=4)
+                total = emit_fma(builder, scales[side], builder.load(products[row][side]), total)
+                builder.store(emit_fma(builder, minimums[side], group_sum, total), place, align=4)
 
 
 @intrinsic
@@ -141,29 +138,18 @@ def group_sum(typingctx: Any, x: Any, group_size: Any) -> Any:
 
 
 @intrinsic
-def zero_totals(typingctx: Any, totals: Any, rows: Any) -> Any:
-    """Set float32 [rows, 64] at totals to zero."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        with cgutils.for_range(builder, args[1]) as loop:
-            place = _pointer(builder, _at(builder, args[0], loop.index, 4 * LANES), WIDE)
-            builder.store(ir.Constant(WIDE, [0.0] * LANES), place, align=64)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
 def silu_times(typingctx: Any, gate: Any, up: Any) -> Any:
     """gate[j] = gate[j] / (1 + e^-gate[j]) * up[j] for the 64 float32 at each address."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        place = _pointer(builder, args[0], WIDE)
-        gate = builder.load(place, align=64)
-        up = builder.load(_pointer(builder, args[1], WIDE), align=64)
-        one = ir.Constant(WIDE, [1.0] * LANES)
-        silu = builder.fdiv(gate, builder.fadd(one, emit_exp(builder, builder.fneg(gate))))
-        builder.store(builder.fmul(silu, up), place, align=64)
+        vector = ir.VectorType(F32, 16)
+        one = ir.Constant(vector, [1.0] * 16)
+        for offset in range(0, 4 * LANES, 64):
+            place = _pointer(builder, args[0], vector, offset)
+            gate = builder.load(place, align=4)
+            up = builder.load(_pointer(builder, args[1], vector, offset), align=4)
+            silu = builder.fdiv(gate, builder.fadd(one, emit_exp(builder, builder.fneg(gate))))
+            builder.store(builder.fmul(silu, up), place, align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -179,34 +165,39 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset:
 
 
 def _load_splat(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return splat(builder, builder.load(_pointer(builder, address, F32), align=4), LANES)
+    return splat(builder, builder.load(_pointer(builder, address, F32), align=4), PASS_BYTES)
 
 
-def _load_weights(builder: ir.IRBuilder, address: ir.Value, bits: int) -> ir.Value:
-    """The 64 channels' weights of one k, as floats."""
-    if bits == FLOAT_BITS:
-        return builder.load(_pointer(builder, address, WIDE), align=64)
-    count = LANES * bits // 8
-    packed = builder.load(_pointer(builder, address, ir.VectorType(I8, count)), align=count)
-    integers = builder.zext(packed, ir.VectorType(I32, count))
-    if bits == 4:
-        low = builder.and_(integers, splat(builder, I32(15), count))
-        high = builder.lshr(integers, splat(builder, I32(4), count))
-        order = ir.Constant(ir.VectorType(I32, LANES), list(range(LANES)))
-        integers = builder.shuffle_vector(low, high, order)
-    # Signed: the integers are small, and fewer machines convert unsigned ones.
-    return builder.sitofp(integers, WIDE)
+def _load_integers(builder: ir.IRBuilder, address: ir.Value, bits: int, wide: ir.VectorType) -> list[ir.Value]:
+    """The integers of one k as floats: the pass's channels of the block's lower half, those of its upper half."""
+    spread = ir.VectorType(I32, PASS_BYTES)
+
+    def load(offset: int) -> ir.Value:
+        place = _pointer(builder, address, ir.VectorType(I8, PASS_BYTES), offset)
+        return builder.zext(builder.load(place, align=8), spread)
+
+    if bits == 8:
+        halves = [load(0), load(HALF)]
+    else:
+        both = load(0)
+        halves = [
+            builder.and_(both, ir.Constant(spread, [15] * PASS_BYTES)),
+            builder.lshr(both, ir.Constant(spread, [4] * PASS_BYTES)),
+        ]
+    # As signed: the integers are small, and fewer machines convert unsigned ones.
+    return [builder.sitofp(half, wide) for half in halves]
 
 
-def _load_scales(builder: ir.IRBuilder, address: ir.Value, is_half: ir.Value, bits: int) -> ir.Value:
-    """64 scales or minimums as floats. Those of an unpacked group are float32."""
-    if bits == FLOAT_BITS:
-        return builder.load(_pointer(builder, address, WIDE), align=64)
-    result = cgutils.alloca_once(builder, WIDE)
+def _load_scales(builder: ir.IRBuilder, address: ir.Value, is_half: ir.Value, wide: ir.VectorType) -> list[ir.Value]:
+    """A group's scales or minimums as floats, of the pass's channels in the block's lower and upper half."""
+    places = [cgutils.alloca_once(builder, wide) for _ in range(2)]
     with builder.if_else(is_half) as (half, single):
         with half:
-            values = builder.load(_pointer(builder, address, ir.VectorType(F16, LANES)), align=64)
-            builder.store(builder.fpext(values, WIDE), result)
+            for side, place in enumerate(places):
+                source = _pointer(builder, address, ir.VectorType(F16, PASS_BYTES), 2 * HALF * side)
+                builder.store(builder.fpext(builder.load(source, align=2), wide), place)
         with single:
-            builder.store(builder.load(_pointer(builder, address, WIDE), align=64), result)
-    return builder.load(result)
+            for side, place in enumerate(places):
+                source = _pointer(builder, address, wide, 4 * HALF * side)
+                builder.store(builder.load(source, align=4), place)
+    return [builder.load(place) for place in places]
