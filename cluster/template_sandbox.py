@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_format
+from jinja2.filters import do_format, do_indent, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,9 +21,9 @@ from jinja2.visitor import NodeTransformer
 
 MAX_CHARACTERS = 1 << 24
 """The longest prompt text, and the longest text or list that a template may keep."""
-MAX_STEPS = 1 << 21
-"""The most loop rounds and calls in one rendering."""
-MAX_SECONDS = 10.0
+MAX_STEPS = 1 << 20
+"""The most loop rounds, calls, and entries of lists and objects turned into text, in one rendering."""
+MAX_SECONDS = 5.0
 """The longest that one rendering may take."""
 
 _MAX_POWER_BITS = 1 << 12
@@ -32,7 +32,6 @@ _MAX_INDENT = 64
 # Each can make a text or list of any length out of nothing, and no chat template needs it.
 _REFUSED_FILTERS = ("batch", "center", "slice", "wordwrap")
 _REFUSED_METHODS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
-_FORMATS = frozenset({"format", "format_map"})
 # A width in a format that is absurd, or is not written in it.
 _WIDE_FORMAT = re.compile(r"\d{5}|\{[^{}]*\{")
 _WIDE_PERCENT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*")
@@ -92,16 +91,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols], finalize=_printable
+        )
         for name in _REFUSED_FILTERS:
             del self.filters[name]
-        self.filters |= {
-            "tojson": _to_json,
-            "_rounds": _rounds,
-            "_kept": _kept,
-            "_concatenated": _concatenated,
-            "format": _percent,
-        }
+        self.filters |= {"_rounds": _rounds, "_kept": _kept, "_concatenated": _concatenated}
+        self.filters |= {"format": _percent, "indent": _indent, "join": _join, "replace": _replace}
+        self.filters |= {"string": _text, "tojson": _to_json}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         del self.globals["lipsum"]
 
@@ -112,12 +109,23 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return bounded
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, str) and (attr in _REFUSED_METHODS or (attr in _FORMATS and _WIDE_FORMAT.search(obj))):
+        if isinstance(obj, str) and attr in _REFUSED_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and _WIDE_FORMAT.search(value.__self__):
+            raise BoundlessError(f"it formats with a width that is too large: {value.__self__[:40]!r}")
+        return wrapped
+
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         _budget.get().spend(1)
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, str) and obj.__name__ == "replace":
+            return _replace(owner, *args, **kwargs)
+        if isinstance(owner, str) and obj.__name__ == "join":
+            return _joined(owner, *args)
         return _kept(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -129,7 +137,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 if isinstance(sized, str | list | tuple) and isinstance(count, int):
                     _check_length(len(sized) * count)
         elif operator == "%":
-            _check_percent(left)
+            _check_percent(left, right)
         elif isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             _check_length(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
@@ -206,19 +214,64 @@ def _counted(values: Iterable[_T]) -> Iterator[_T]:
         yield value
 
 
-def _concatenated(values: list[Any]) -> str:
-    texts = [str(value) for value in values]
-    _check_length(sum(map(len, texts)))
-    return "".join(texts)
+def _printable(value: _T) -> _T:
+    """Count what a list or object holds before it is turned into text: one that holds itself many times is short in
+    memory and has no end in print."""
+    if isinstance(value, list | tuple | dict):
+        pending: list[Any] = [value]
+        budget = _budget.get()
+        while pending:
+            entry = pending.pop()
+            if isinstance(entry, list | tuple | dict):
+                budget.spend(len(entry))
+                pending += entry.values() if isinstance(entry, dict) else entry
+    return value
 
 
-def _check_percent(pattern: object) -> None:
+def _text(value: Any) -> str:
+    return str(_printable(value))
+
+
+def _concatenated(values: Iterable[Any]) -> str:
+    return _joined("", values)
+
+
+def _joined(separator: str, values: Iterable[Any]) -> str:
+    texts = [_text(value) for value in values]
+    _check_length(sum(map(len, texts)) + len(separator) * len(texts))
+    return separator.join(texts)
+
+
+@jinja2.pass_environment
+def _join(environment: jinja2.Environment, value: Iterable[Any], d: Any = "", attribute: Any = None) -> str:
+    if attribute is not None:
+        value = map(make_attrgetter(environment, attribute), value)
+    return _joined(_text(d), value)
+
+
+def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text, old, new = _text(value), _text(old), _text(new)
+    limit = -1 if count is None else count
+    found = text.count(old) if limit < 0 else min(text.count(old), limit)
+    _check_length(len(text) + found * (len(new) - len(old)))
+    return text.replace(old, new, limit)
+
+
+def _indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    text = _text(value)
+    _check_length(len(text) + (text.count("\n") + 1) * (len(width) if isinstance(width, str) else width))
+    return do_indent(text, width, first, blank)
+
+
+def _check_percent(pattern: object, values: object) -> None:
     if isinstance(pattern, str) and _WIDE_PERCENT.search(pattern):
         raise BoundlessError(f"it formats with a width that is too large: {pattern[:40]!r}")
+    _printable(values)
 
 
-def _percent(pattern: str, *args: Any, **kwargs: Any) -> str:
-    _check_percent(pattern)
+def _percent(pattern: Any, *args: Any, **kwargs: Any) -> str:
+    _check_percent(pattern, args)
+    _check_percent(pattern, kwargs)
     return do_format(pattern, *args, **kwargs)
 
 
@@ -231,6 +284,7 @@ def _to_json(
 ) -> str:
     if isinstance(indent, str) or (indent is not None and indent > _MAX_INDENT):
         raise BoundlessError(f"tojson is asked to indent by {indent!r}; {_MAX_INDENT} spaces is the most")
+    _printable(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
