@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -292,7 +293,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="shardline-client", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shardline-client", daemon=True)
         self._thread.start()
 
     @property
@@ -301,28 +302,45 @@ class _LoopThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it there and wait; an interrupt here cancels it there."""
-        if not self.running:
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
             work.close()
-            raise EngineDeadError("this client was closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            raise EngineDeadError("this client was closed") from None
         try:
             return future.result()
+        except CancelledError:
+            raise EngineDeadError("this client was closed") from None
         except BaseException:
             future.cancel()
             raise
 
-    def post(self, work: Any) -> None:
+    def post(self, work: Callable[[], None]) -> None:
         """Run it there soon."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work)
 
     def close(self) -> None:
-        """Stop the loop and its thread."""
-        if not self.running:
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Cancel what still runs there, wait for its end, and stop."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(_cancel_others())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _request(prompt: Prompt, params: SamplingParams | None, priority: int) -> Request:

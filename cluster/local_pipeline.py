@@ -149,6 +149,8 @@ class LocalPipeline:
 
     def _load_missing(self) -> None:
         for index, spec in enumerate(self._specs):
+            if self._closed:
+                raise StageLostError(index, "the pipeline was closed while its stages were being loaded")
             if self._slots[index] is None:
                 backend = self._backend_factory(spec)
                 try:
