@@ -8,6 +8,7 @@ and appends a record (addresses and sizes) to the list, as to a CUDA stream; `re
 from __future__ import annotations
 
 import struct
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ SHARE_WORK = 60_000
 """Multiply-adds that are worth a share of their own: some microseconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CpuKVCache:
     """A pool: keys and values, one array a layer; `rope.kv_shapes` says how they lie."""
 
@@ -50,12 +51,17 @@ class CpuKVCache:
         return self.keys.nbytes + self.values.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CpuWeight:
     """A resident matrix (or a gate and an up matrix) and what the compiled code knows of it."""
 
     matrix: Matrix | GatedMatrix
     parts: NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes resident."""
+        return self.matrix.nbytes
 
     @property
     def channels(self) -> int:
@@ -92,7 +98,7 @@ class CpuBackend(Backend):
         self._workspace = aligned_empty((num_threads, 0), "uint8")
         self._attention_scratch = aligned_empty((num_threads, 0), "uint8")
         self._sample_scratch = aligned_empty((num_threads, 0), "uint8")
-        self._resident_bytes = 0
+        self._held: weakref.WeakSet[CpuWeight | CpuKVCache] = weakref.WeakSet()
         self._closed = False
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -137,14 +143,14 @@ class CpuBackend(Backend):
             aligned_zeros((layout.num_layers, *key_shape), dtype),
             aligned_zeros((layout.num_layers, *value_shape), dtype),
         )
-        self._resident_bytes += cache.nbytes
+        self._held.add(cache)
         scratch = -(-attention_scratch_bytes(layout.head_dim) // 64) * 64
         if scratch > self._attention_scratch.shape[1]:
             self._attention_scratch = aligned_empty((self.num_threads, scratch), "uint8")
         return cache
 
     def resident_bytes(self) -> int:
-        return self._resident_bytes
+        return sum(held.nbytes for held in self._held)
 
     def close(self) -> None:
         if self._closed:
@@ -365,7 +371,7 @@ class CpuBackend(Backend):
 
     def _keep(self, matrix: Matrix | GatedMatrix, parts: NDArray[np.int64]) -> CpuWeight:
         weight = CpuWeight(matrix, parts)
-        self._resident_bytes += matrix.nbytes
+        self._held.add(weight)
         size = -(-linear.workspace_bytes(weight.inputs) // 64) * 64
         if size > self._workspace.shape[1]:
             self._workspace = aligned_empty((self.num_threads, size), "uint8")

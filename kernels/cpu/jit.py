@@ -93,8 +93,7 @@ def source_stamp() -> str:
 
 
 class _Locator(caching._CacheLocator):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._line = function.__code__.co_firstlineno
+    def __init__(self) -> None:
         self._path = str(cache_folder())
 
     def get_cache_path(self) -> str:
@@ -104,13 +103,14 @@ class _Locator(caching._CacheLocator):
         return source_stamp()
 
     def get_disambiguator(self) -> str:
-        # Not the line, as numba has it: an edit would leave the old entry's files behind. Names are unique here.
-        return "op"
+        # Part of the files' names. numba writes code and index one after the other: two processes with different
+        # sources must not write the same files.
+        return source_stamp()[:16]
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], _file: str) -> _Locator | None:
         try:
-            locator = cls(function)
+            locator = cls()
             locator.ensure_cache_path()
         except (OSError, RuntimeError):  # RuntimeError: no home directory can be told
             return None

@@ -208,7 +208,8 @@ def embedding(worker: int, share: int, num_shares: int, record: int) -> None:
                 found = True
                 _read_channel(part, token - part[_FIRST], out[row])
         if not found:
-            out[row, :] = np.nan
+            for k in range(inputs):
+                out[row, k] = np.nan
 
 
 @jit
@@ -252,8 +253,7 @@ def gather_rows(worker: int, share: int, num_shares: int, record: int) -> None:
     out = carray(pointer(words[3]), (count, width), np.float32)
     first, end = _range_of(share, num_shares, count)
     for i in range(first, end):
-        index = indices[i]
-        if 0 <= index < available:
-            out[i, :] = x[index, :]
-        else:
-            out[i, :] = np.nan
+        index = np.int64(indices[i])
+        found = 0 <= index < available
+        for k in range(width):
+            out[i, k] = x[index, k] if found else np.float32(np.nan)
