@@ -1,0 +1,239 @@
+"""Paged attention against float64, and its bits against every way of cutting the same work into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from shardline.kernels import Backend, KVLayout, RopeTable, Rows
+
+Step = Sequence[tuple[int, int, int]]
+"""What runs at once: (sequence, first position, end position)."""
+
+
+class Paged:
+    """Sequences of queries, keys and values in a pool with shuffled blocks; all its slots held NaN before."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        qkv: Sequence[np.ndarray],
+        *,
+        kv_heads: int,
+        dim: int,
+        block_size: int,
+        dtype: str = "float32",
+        seed: int = 0,
+    ) -> None:
+        self.backend = backend
+        self.qkv = qkv
+        self.dim = dim
+        self.block_size = block_size
+        self.scale = dim**-0.5
+        self.query_heads = qkv[0].shape[1] // dim - 2 * kv_heads
+        blocks = [-(-len(one) // block_size) for one in qkv]
+        self.layout = KVLayout(1, sum(blocks) + 3, block_size, kv_heads, dim, dtype)
+        ids = np.random.default_rng(seed).permutation(self.layout.num_blocks).astype(np.int32)
+        # An id out of range where no block belongs: it must never be read.
+        self.tables = np.full((len(qkv), max(blocks) + 1), 2**30, np.int32)
+        for sequence, count in enumerate(blocks):
+            self.tables[sequence, :count], ids = ids[:count], ids[count:]
+        ones = np.ones((max(map(len, qkv)), 0), np.float32)
+        self.rope = RopeTable(backend.upload(ones), backend.upload(ones), True)
+        self.cache = backend.allocate_kv(self.layout)
+        slots = np.arange(self.layout.num_blocks * block_size, dtype=np.int32)
+        self._write(np.full((len(slots), qkv[0].shape[1]), np.nan, np.float32), np.zeros_like(slots), slots)
+
+    def _write(self, qkv: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
+        upload = self.backend.upload
+        rows = Rows(len(qkv), upload(positions), upload(slots), None, None)
+        self.backend.rope_kv_write(upload(qkv), rows, self.rope, self.cache, 0)
+
+    def run(self, steps: Sequence[Step], *, order: Sequence[int] | None = None) -> list[np.ndarray]:
+        """Every sequence's outputs. `order` gives each sequence its row of the block tables."""
+        upload = self.backend.upload
+        place = np.arange(len(self.qkv)) if order is None else np.asarray(order)
+        tables = np.empty_like(self.tables)
+        tables[place] = self.tables
+        out = [np.full((len(one), self.query_heads * self.dim), np.nan, np.float32) for one in self.qkv]
+        for step in steps:
+            qkv = np.concatenate([self.qkv[sequence][first:end] for sequence, first, end in step])
+            positions = np.concatenate([np.arange(first, end) for _, first, end in step]).astype(np.int32)
+            owner = np.concatenate([np.full(end - first, sequence) for sequence, first, end in step])
+            blocks = self.tables[owner, positions // self.block_size]
+            slots = (blocks * self.block_size + positions % self.block_size).astype(np.int32)
+            self._write(qkv, positions, slots)
+            result = upload(np.full((len(qkv) + 1, self.query_heads * self.dim), np.nan, np.float32))
+            sequences = upload(place[owner].astype(np.int32))
+            rows = Rows(len(qkv), upload(positions), upload(slots), sequences, upload(tables))
+            self.backend.paged_attention(upload(qkv), rows, self.cache, 0, self.scale, result)
+            host = self.backend.read(result)
+            assert np.isnan(host[len(qkv) :]).all(), "a row past the last was written"
+            done = 0
+            for sequence, first, end in step:
+                out[sequence][first:end] = host[done : done + end - first]
+                done += end - first
+        return out
+
+
+def reference(qkv: np.ndarray, kv_heads: int, dim: int, dtype: str) -> np.ndarray:
+    rows = len(qkv)
+    heads = qkv.reshape(rows, -1, dim)
+    query_heads = heads.shape[1] - 2 * kv_heads
+    queries = heads[:, :query_heads].astype(np.float64)
+    keys, values = (
+        heads[:, query_heads + i * kv_heads :][:, :kv_heads].astype(dtype).astype(np.float64) for i in range(2)
+    )
+    out = np.empty((rows, query_heads, dim))
+    later = np.triu(np.ones((rows, rows), bool), 1)
+    for head in range(query_heads):
+        kv_head = head // (query_heads // kv_heads)
+        scores = queries[:, head] @ keys[:, kv_head].T * dim**-0.5
+        scores[later] = -np.inf
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ values[:, kv_head]
+    return out.reshape(rows, -1)
+
+
+def random_qkv(
+    lengths: Sequence[int], query_heads: int, kv_heads: int, dim: int, *, seed: int = 0, spread: float = 1.0
+) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    columns = (query_heads + 2 * kv_heads) * dim
+    return [(rng.standard_normal((length, columns)) * spread).astype(np.float32) for length in lengths]
+
+
+def in_chunks(length: int, chunk: int, sequence: int = 0) -> list[Step]:
+    return [[(sequence, first, min(first + chunk, length))] for first in range(0, length, chunk)]
+
+
+SHAPES = [
+    (1, 1, 64),
+    (3, 3, 64),
+    (9, 3, 64),
+    (4, 1, 80),
+    (7, 1, 96),
+    (4, 4, 128),
+    (28, 4, 128),
+    (8, 2, 256),
+    (2, 1, 72),
+    (20, 1, 16),
+]
+
+
+@pytest.mark.parametrize(("query_heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_equals_the_definition(
+    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, dtype: str
+) -> None:
+    lengths = (300, 1, 17)
+    qkv = random_qkv(lengths, query_heads, kv_heads, dim)
+    paged = Paged(cpu(2), qkv, kv_heads=kv_heads, dim=dim, block_size=16, dtype=dtype)
+    outputs = paged.run([[(2, 0, 17), (0, 0, 300), (1, 0, 1)]])
+    for one, output in zip(qkv, outputs, strict=True):
+        # Averages of numbers up to 4; float32 throughout.
+        np.testing.assert_allclose(output, reference(one, kv_heads, dim, dtype), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1000])
+def test_equals_the_definition_at_the_borders_of_tiles_and_splits(cpu: Callable[[int], Backend], length: int) -> None:
+    qkv = random_qkv([length], 3, 1, 64, seed=length, spread=2.0)
+    output = Paged(cpu(1), qkv, kv_heads=1, dim=64, block_size=8).run([[(0, 0, length)]])[0]
+    # Scores up to 100, so that their rounding moves the weights by some 1e-5.
+    np.testing.assert_allclose(output, reference(qkv[0], 1, 64, "float32"), rtol=0, atol=5e-5)
+
+
+def test_equals_the_definition_when_one_position_takes_all(cpu: Callable[[int], Backend]) -> None:
+    qkv = random_qkv([600], 3, 1, 64, spread=20.0)
+    output = Paged(cpu(1), qkv, kv_heads=1, dim=64, block_size=16).run([[(0, 0, 600)]])[0]
+    # Scores up to some thousands: their float32 rounding is what the weights see.
+    np.testing.assert_allclose(output, reference(qkv[0], 1, 64, "float32"), rtol=0, atol=0.05)
+
+
+def test_a_lone_position_gives_its_value_exactly(cpu: Callable[[int], Backend]) -> None:
+    qkv = random_qkv([1], 9, 3, 80)
+    output = Paged(cpu(2), qkv, kv_heads=3, dim=80, block_size=8).run([[(0, 0, 1)]])[0]
+    values = qkv[0][0, 12 * 80 :].reshape(3, 80)
+    np.testing.assert_array_equal(output.reshape(9, 80), np.repeat(values, 3, axis=0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("block_size", [8, 16, 64, 256])
+@pytest.mark.parametrize(("query_heads", "kv_heads", "dim"), [(9, 3, 64), (3, 3, 80), (7, 1, 96), (20, 1, 16)])
+def test_bits_do_not_depend_on_chunks_blocks_or_threads(
+    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, block_size: int, dtype: str
+) -> None:
+    length = 530
+    qkv = random_qkv([length], query_heads, kv_heads, dim)
+
+    def run(threads: int, steps: Sequence[Step], size: int = block_size) -> np.ndarray:
+        paged = Paged(cpu(threads), qkv, kv_heads=kv_heads, dim=dim, block_size=size, dtype=dtype, seed=threads + size)
+        return paged.run(steps)[0]
+
+    token_by_token = run(1, in_chunks(length, 1), 16)
+    for threads in (1, 2, 3):
+        for chunk in (7, 64, 256, length):
+            np.testing.assert_array_equal(run(threads, in_chunks(length, chunk)), token_by_token)
+    np.testing.assert_array_equal(run(2, in_chunks(length, 1)), token_by_token)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("query_heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (14, 2, 80)])
+def test_bits_do_not_depend_on_other_sequences(
+    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, threads: int
+) -> None:
+    rng = np.random.default_rng(threads)
+    lengths = [int(n) for n in rng.integers(1, 300, 40)]
+    lengths[5] = 400
+    qkv = random_qkv(lengths, query_heads, kv_heads, dim)
+    alone = [
+        Paged(cpu(1), [one], kv_heads=kv_heads, dim=dim, block_size=16).run([[(0, 0, len(one))]])[0] for one in qkv
+    ]
+    # Decodes of some, chunks of others, in any order, until all are done.
+    done = [0] * len(lengths)
+    steps = []
+    while any(at < length for at, length in zip(done, lengths, strict=True)):
+        step = []
+        for sequence in rng.permutation(len(lengths)):
+            left = lengths[sequence] - done[sequence]
+            if left and rng.random() < 0.8:
+                take = min(left, int(rng.choice([1, 1, 2, 5, 33, 200])))
+                step.append((int(sequence), done[sequence], done[sequence] + take))
+                done[sequence] += take
+        if step:
+            steps.append(step)
+    paged = Paged(cpu(threads), qkv, kv_heads=kv_heads, dim=dim, block_size=8, seed=threads)
+    for ours, expected in zip(paged.run(steps, order=rng.permutation(len(lengths))), alone, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_nan_of_a_later_position_or_another_sequence_reaches_nobody_else(cpu: Callable[[int], Backend]) -> None:
+    lengths = (330, 40)
+    clean = random_qkv(lengths, 9, 3, 64)
+    expected = Paged(cpu(2), clean, kv_heads=3, dim=64, block_size=16).run([[(0, 0, 330), (1, 0, 40)]])
+    for bad, value in ((3, np.nan), (100, np.inf), (255, np.nan), (256, -np.inf), (300, np.nan)):
+        for part in (slice(0, 9 * 64), slice(9 * 64, 12 * 64), slice(12 * 64, None)):
+            dirty = [one.copy() for one in clean]
+            dirty[0][bad, part] = value
+            for steps in ([[(0, 0, 330), (1, 0, 40)]], [*in_chunks(330, 50), [(1, 0, 40)]]):
+                ours = Paged(cpu(2), dirty, kv_heads=3, dim=64, block_size=8).run(steps)
+                np.testing.assert_array_equal(ours[0][:bad], expected[0][:bad])
+                np.testing.assert_array_equal(ours[1], expected[1])
+                assert not np.array_equal(ours[0][bad], expected[0][bad])
+                if part.start == 0:
+                    np.testing.assert_array_equal(ours[0][bad + 1 :], expected[0][bad + 1 :])
+
+
+def test_scores_of_minus_infinity_weigh_nothing(cpu: Callable[[int], Backend]) -> None:
+    qkv = random_qkv([600], 1, 1, 64)
+    qkv[0][:, 0] = 1e30
+    qkv[0][:, 64] = 0.0
+    # Positions 0..299, so the whole first split and a part of the second, overflow to a score of -inf.
+    qkv[0][:300, 64] = -1e30
+    output = Paged(cpu(1), qkv, kv_heads=1, dim=64, block_size=16).run([[(0, 0, 600)]])[0]
+    qkv[0][:, 0] = 0.0
+    rest = reference(qkv[0][300:], 1, 64, "float32")
+    np.testing.assert_allclose(output[300:], rest, rtol=0, atol=1e-5)
+    assert np.isnan(output[:300]).all()

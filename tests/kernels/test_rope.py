@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from shardline.kernels import Backend, KVLayout, RopeTable, Rows
+
+MAX_POSITIONS = 5000
+
+
+def table(backend: Backend, rotary: int, interleaved: bool) -> RopeTable:
+    angle = np.arange(MAX_POSITIONS)[:, None] * 1e4 ** (-np.arange(rotary // 2) * 2 / max(rotary, 1))
+    cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    return RopeTable(backend.upload(cos), backend.upload(sin), interleaved)
+
+
+def reference(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
+    """heads float64 [rows, heads, D]; cos, sin [rows, R / 2]."""
+    half = cos.shape[1]
+    first = np.arange(half) * (2 if interleaved else 1)
+    second = first + (1 if interleaved else half)
+    a, b = heads[..., first], heads[..., second]
+    out = heads.copy()
+    out[..., first] = a * cos[:, None] - b * sin[:, None]
+    out[..., second] = a * sin[:, None] + b * cos[:, None]
+    return out
+
+
+def normalised(heads: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return heads / np.sqrt((heads * heads).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "dim", "rotary"),
+    [
+        (9, 3, 64, 64),
+        (1, 1, 80, 80),
+        (7, 1, 96, 32),
+        (4, 4, 128, 64),
+        (28, 4, 128, 128),
+        (3, 3, 256, 256),
+        (2, 1, 64, 0),
+    ],
+)
+@pytest.mark.parametrize("norm", [False, True])
+def test_equals_the_definition(
+    cpu: Callable[[int], Backend],
+    query_heads: int,
+    kv_heads: int,
+    dim: int,
+    rotary: int,
+    interleaved: bool,
+    norm: bool,
+) -> None:
+    rng = np.random.default_rng(dim + rotary)
+    backend = cpu(2)
+    rows = 11
+    heads = query_heads + 2 * kv_heads
+    qkv = rng.standard_normal((rows + 1, heads * dim)).astype(np.float32)
+    layout = KVLayout(1, 9, 16, kv_heads, dim, "float32")
+    positions = rng.permutation(MAX_POSITIONS)[:rows].astype(np.int32)
+    slots = rng.permutation(9 * 16)[:rows].astype(np.int32)
+    rope = table(backend, rotary, interleaved)
+    weights = rng.standard_normal((2, dim)).astype(np.float32)
+    given = {"q_norm": backend.upload(weights[0]), "k_norm": backend.upload(weights[1]), "eps": 1e-6} if norm else {}
+    device = backend.upload(qkv)
+    cache = backend.allocate_kv(layout)
+    where = Rows(rows, backend.upload(positions), backend.upload(slots), None, None)
+    backend.rope_kv_write(device, where, rope, cache, 0, **given)
+    result = backend.read(device)
+
+    np.testing.assert_array_equal(result[rows], qkv[rows], err_msg="a row past the last was changed")
+    split = qkv[:rows].reshape(rows, heads, dim).astype(np.float64)
+    turned = split[:, : query_heads + kv_heads]
+    if norm:
+        turned = np.concatenate(
+            [
+                normalised(turned[:, :query_heads], weights[0], 1e-6),
+                normalised(turned[:, query_heads:], weights[1], 1e-6),
+            ],
+            axis=1,
+        )
+    cos, sin = backend.read(rope.cos)[positions], backend.read(rope.sin)[positions]
+    expected = np.concatenate([reference(turned, cos, sin, interleaved), split[:, query_heads + kv_heads :]], axis=1)
+    got = result[:rows].reshape(rows, heads, dim)
+    # A few roundings of numbers up to about 5 (25 after the norm's weight).
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=4e-6)
+    if not norm:
+        np.testing.assert_array_equal(
+            got[:, : query_heads + kv_heads, rotary:], turned[..., rotary:].astype(np.float32)
+        )
+    np.testing.assert_array_equal(got[:, query_heads + kv_heads :], split[:, query_heads + kv_heads :])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("block_size", [8, 64])
+def test_keys_and_values_lie_at_their_slots_and_nowhere_else(
+    cpu: Callable[[int], Backend], dtype: str, block_size: int
+) -> None:
+    rng = np.random.default_rng(block_size)
+    backend = cpu(3)
+    layout = KVLayout(2, 5, block_size, 3, 80, dtype)
+    cache = backend.allocate_kv(layout)
+    rows = 13
+    qkv = backend.upload(rng.standard_normal((rows, 15 * 80)).astype(np.float32) * 100)
+    slots = rng.permutation(5 * block_size)[:rows].astype(np.int32)
+    where = Rows(rows, backend.upload(np.arange(rows, dtype=np.int32)), backend.upload(slots), None, None)
+    backend.rope_kv_write(qkv, where, table(backend, 80, True), cache, 1)
+    written = backend.read(qkv).reshape(rows, 15, 80).astype(np.float16 if dtype == "float16" else np.float32)
+    keys, values = cache.keys, cache.values
+    if dtype == "float16":
+        keys, values = keys.view(np.float16), values.view(np.float16)
+    # [blocks, Hkv, octets, D, 8] to [slots, Hkv, D]; values may have padding behind D.
+    keys = keys[1].transpose(0, 2, 4, 1, 3).reshape(5 * block_size, 3, 80)
+    values = values[1].transpose(0, 2, 1, 3).reshape(5 * block_size, 3, -1)
+    np.testing.assert_array_equal(keys[slots], written[:, 9:12])
+    np.testing.assert_array_equal(values[slots, :, :80], written[:, 12:])
+    others = np.delete(np.arange(5 * block_size), slots)
+    assert (keys[others] == 0).all()
+    assert (values[others] == 0).all()
+    assert (cache.keys[0] == 0).all()
+    assert (cache.values[0] == 0).all()
+
+
+def test_float16_rounds_to_nearest_even_and_keeps_the_ends_of_the_range(cpu: Callable[[int], Backend]) -> None:
+    special = np.array(
+        [1 + 2**-11, 1 + 3 * 2**-11, 65519.0, 65520.0, -1e30, np.inf, np.nan, 2**-24, 2**-25, 3 * 2**-26, 6e-8, -0.0],
+        np.float32,
+    )
+    backend = cpu(1)
+    row = np.resize(special, (1, 3 * 64)).astype(np.float32)
+    cache = backend.allocate_kv(KVLayout(1, 1, 8, 1, 64, "float16"))
+    where = Rows(1, backend.upload(np.zeros(1, np.int32)), backend.upload(np.zeros(1, np.int32)), None, None)
+    backend.rope_kv_write(backend.upload(row), where, table(backend, 0, True), cache, 0)
+    backend.synchronize()
+    with np.errstate(over="ignore"):
+        expected = row[0, 128:].astype(np.float16)
+    np.testing.assert_array_equal(cache.values.view(np.float16)[0, 0, 0, 0, :64], expected)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_row_is_the_same_among_any_others(cpu: Callable[[int], Backend], norm: bool) -> None:
+    rng = np.random.default_rng(5)
+    rows, heads, dim = 65, 15, 64
+    qkv = rng.standard_normal((rows, heads * dim)).astype(np.float32)
+    qkv[7, 3] = np.nan
+    positions = rng.integers(0, MAX_POSITIONS, rows).astype(np.int32)
+    weights = rng.standard_normal((2, dim)).astype(np.float32)
+
+    def run(threads: int, chosen: np.ndarray) -> np.ndarray:
+        backend = cpu(threads)
+        given = {"q_norm": backend.upload(weights[0]), "k_norm": backend.upload(weights[1]), "eps": 1e-6}
+        device = backend.upload(qkv[chosen])
+        slots = np.arange(len(chosen), dtype=np.int32)
+        where = Rows(len(chosen), backend.upload(positions[chosen]), backend.upload(slots), None, None)
+        cache = backend.allocate_kv(KVLayout(1, 9, 8, 3, dim, "float32"))
+        backend.rope_kv_write(device, where, table(backend, dim, True), cache, 0, **(given if norm else {}))
+        return backend.read(device)
+
+    alone = np.concatenate([run(1, np.array([row])) for row in range(rows)])
+    for threads in (1, 2, 3):
+        for count in (1, 2, 3, 8, 17, 33, 64, 65):
+            chosen = rng.permutation(rows)[:count]
+            np.testing.assert_array_equal(run(threads, chosen), alone[chosen])
