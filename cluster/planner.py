@@ -59,12 +59,14 @@ def plan_pipeline(model: ModelSpec, size: ModelBytes, devices: Sequence[Device],
         raise PlanningError(_does_not_fit(costs, _closest(costs, computes, count), "the closest split"))
     outcome, costs = chosen
     num_blocks = min(outcome.blocks, costs.most_blocks)
+    shrunk = False
     if num_blocks < costs.context_blocks:
         if wanted.context is not None or num_blocks == 0:
             raise PlanningError(_context_does_not_fit(costs, outcome, context))
+        shrunk = True
         context = num_blocks * wanted.block_size
         costs = StageCosts(model, size, ordered, replace(wanted, context=context), costs.rows)
-    return _finish(costs, outcome.shares, num_blocks, context)
+    return _finish(costs, outcome.shares, num_blocks, context, shrunk=shrunk)
 
 
 def _check_wanted(model: ModelSpec, devices: Sequence[Device], wanted: Wanted) -> None:
@@ -149,7 +151,7 @@ def _rank(outcome: Outcome, costs: StageCosts, computes: Sequence[str]) -> tuple
     return (min(outcome.blocks, costs.wanted_blocks), sequences / cycle, outcome.blocks, -len(outcome.shares))
 
 
-def _finish(costs: StageCosts, shares: Sequence[Share], num_blocks: int, context: int) -> PipelinePlan:
+def _finish(costs: StageCosts, shares: Sequence[Share], num_blocks: int, context: int, *, shrunk: bool) -> PipelinePlan:
     wanted = costs.wanted
     stages = [_stage(costs, shares, index, num_blocks, context) for index in range(len(shares))]
     busy: dict[str, float] = {}
@@ -174,7 +176,7 @@ def _finish(costs: StageCosts, shares: Sequence[Share], num_blocks: int, context
         speed_bound_by=max(range(len(stages)), key=lambda index: stages[index].step_seconds),
         depth=_depth(len(shares), parallel),
         min_microbatch=_min_microbatch(parallel),
-        notes=_notes(costs, stages, num_blocks, context),
+        notes=_notes(costs, stages, num_blocks, context, shrunk=shrunk),
     )
 
 
@@ -208,7 +210,9 @@ def _stage(costs: StageCosts, shares: Sequence[Share], index: int, num_blocks: i
     )
 
 
-def _notes(costs: StageCosts, stages: Sequence[StagePlan], num_blocks: int, context: int) -> tuple[str, ...]:
+def _notes(
+    costs: StageCosts, stages: Sequence[StagePlan], num_blocks: int, context: int, *, shrunk: bool
+) -> tuple[str, ...]:
     notes = []
     wanted, model = costs.wanted, costs.model
     classes = sorted({stage.device.numeric_class for stage in stages})
@@ -217,7 +221,7 @@ def _notes(costs: StageCosts, stages: Sequence[StagePlan], num_blocks: int, cont
             f"stages of {len(classes)} numeric classes ({', '.join(classes)}): bytes do not depend on batch mates, but "
             "they may depend on where the split falls between the classes"
         )
-    if context < model.context_length and context == num_blocks * wanted.block_size:
+    if shrunk:
         notes.append(f"context {context} of the model's {model.context_length}: memory holds no longer sequence")
     at_once = num_blocks // costs.context_blocks
     if at_once < wanted.concurrency:

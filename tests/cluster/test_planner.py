@@ -326,6 +326,8 @@ def test_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
     assert plan.context == 496  # whole blocks of 16
     assert plan.concurrency == 1
     assert any("496" in note for note in plan.notes)
+    asked = plan_pipeline(model, size, device, Wanted(context=496, **SMALL))
+    assert not any("longer" in note for note in asked.notes)
     with pytest.raises(PlanningError, match=r"600 tokens does not fit: on cpu .*--context 496"):
         plan_pipeline(model, size, device, Wanted(context=600, **SMALL))
     with pytest.raises(PlanningError, match=r"--context 240.*--kv-dtype float16"):

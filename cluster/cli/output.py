@@ -1,0 +1,102 @@
+"""How the commands speak: tables to stdout, progress to stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardline.cluster.placement import PipelinePlan
+from shardline.cluster.stage_costs import mib
+
+WIDE = 240
+
+
+def stdout() -> Console:
+    """For results. As wide as they are where no terminal is: the reader may be a program."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
+
+
+def stderr() -> Console:
+    """For progress."""
+    return Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else WIDE)
+
+
+def say(text: str, style: str = "dim") -> None:
+    """One line of progress."""
+    stderr().print(text, style=style, markup=False)
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A spinner while something takes long; nothing where stderr is no terminal."""
+    console = stderr()
+    if console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        yield
+
+
+def print_json(value: Any) -> None:
+    """A dataclass or plain data as one JSON document."""
+    plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    sys.stdout.write(json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def table(columns: Iterable[str], *, title: str | None = None, left: int = 1) -> Table:
+    """A table whose first `left` columns are text and the others numbers."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index < left else "right", overflow="fold")
+    return made
+
+
+def plan_table(plan: PipelinePlan) -> Table:
+    """The stages of a plan."""
+    made = table(("stage", "device", "layers", "weights", "KV pool", "workspace", "of", "step"), left=2)
+    for stage in plan.stages:
+        spec = stage.spec
+        parts = [f"{spec.first_layer}-{spec.end_layer - 1}"] if spec.num_layers else []
+        parts += ["embed"] * spec.has_embed + ["head"] * spec.has_head
+        made.add_row(
+            str(spec.index),
+            stage.device.name,
+            " ".join(parts),
+            mib(stage.weight_bytes),
+            mib(stage.kv_bytes),
+            mib(stage.workspace_bytes),
+            mib(stage.device.free_bytes),
+            f"{1000 * stage.step_seconds:.1f} ms",
+        )
+    return made
+
+
+def plan_lines(plan: PipelinePlan, concurrency: int) -> list[str]:
+    """What a plan gives, for people."""
+    memory, speed = plan.stages[plan.memory_bound_by], plan.stages[plan.speed_bound_by]
+    lines = [
+        f"pool: {plan.num_blocks} blocks of {memory.spec.block_size} tokens on every stage, for {plan.concurrency}"
+        f" sequences of {plan.context} tokens at once, or one of {plan.max_context}",
+        f"predicted: {plan.single_tokens_per_second:.0f} tokens/s for one sequence, {plan.tokens_per_second:.0f} for"
+        f" {concurrency} (microbatches of {plan.microbatch_rows}, {plan.depth} plans in flight)",
+    ]
+    if len(plan.stages) > 1:
+        lines.append(
+            f"bound by: memory of stage {memory.spec.index} ({memory.device.name}), speed of stage"
+            f" {speed.spec.index} ({speed.device.name})"
+        )
+    return lines + [f"note: {note}" for note in plan.notes]
+
+
+def plan_data(plan: PipelinePlan) -> dict[str, Any]:
+    """A plan as plain data."""
+    data = dataclasses.asdict(plan)
+    data["num_blocks"] = plan.num_blocks
+    return data

@@ -1,0 +1,122 @@
+"""`shardline verify`: run the matrix, print a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shardline.cluster.build import cores
+from shardline.cluster.cli.output import print_json, say, stderr, stdout, table
+from shardline.cluster.models import resolve
+from shardline.cluster.verify import Verifier
+from shardline.cluster.verify_cases import Case, Factors, default_splits
+from shardline.cluster.verify_result import CaseResult
+
+MANY = 100
+"""Above this many cases the table has only those that failed."""
+
+
+def verify_command(
+    model: str,
+    *,
+    full: bool,
+    splits: tuple[tuple[int, ...], ...] | None,
+    block_sizes: tuple[int, ...],
+    chunks: tuple[int | None, ...],
+    batches: tuple[int, ...],
+    new_tokens: int,
+    threads: int | None,
+    kv_dtype: str,
+    as_json: bool,
+) -> int:
+    """See `shardline verify`. Returns the exit code."""
+    path = resolve(model, progress=say)
+    results: list[CaseResult] = []
+    with Verifier(
+        path, new_tokens=new_tokens, threads=threads or cores(), kv_dtype=kv_dtype, max_batch=max(batches)
+    ) as verifier:
+        factors = Factors(splits or default_splits(verifier.model.num_layers), block_sizes, chunks, batches)
+        cases = factors.product() if full else factors.covering()
+        with Progress(
+            TextColumn("[progress.description]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=stderr(),
+            disable=not stderr().is_terminal,
+            transient=True,
+        ) as progress:
+            task = progress.add_task("verifying", total=len(cases))
+
+            def report(result: CaseResult) -> None:
+                results.append(result)
+                progress.advance(task)
+
+            passed = verifier.run_all(cases, report)
+    if as_json:
+        print_json({"model": str(path), "passed": passed, "cases": [_data(result) for result in results]})
+    else:
+        _print(results)
+    return 0 if passed else 1
+
+
+def _print(results: Sequence[CaseResult]) -> None:
+    console = stdout()
+    shown = [result for result in results if not result.passed] if len(results) > MANY else results
+    if shown:
+        made = table(("split", "sampling", "prefix", "block", "chunk", "batch", "preempted", "tokens", "equal"), left=3)
+        for result in shown:
+            made.add_row(*_row(result))
+        console.print(made)
+    for result in results:
+        if not result.passed:
+            console.print(f"{_name(result.case)}: {_reason(result)}", markup=False, style="red")
+    tokens = sum(result.tokens for result in results)
+    preemptions = sum(result.preemptions for result in results)
+    hits = sum(result.prefix_hit_tokens for result in results)
+    failed = sum(not result.passed for result in results)
+    verdict = f"{failed} of {len(results)} cases FAILED" if failed else f"all {len(results)} cases equal, byte for byte"
+    console.print(
+        f"{verdict}: {sum(result.sequences for result in results)} sequences, {tokens} tokens with logprobs compared, "
+        f"{preemptions} preemptions, {hits} prompt tokens from the prefix cache, "
+        f"{sum(result.seconds for result in results):.0f} s",
+        markup=False,
+        style="red" if failed else "green",
+    )
+
+
+def _row(result: CaseResult) -> list[str]:
+    case = result.case
+    return [
+        "+".join(map(str, case.split)),
+        "seeded" if case.seeded else "greedy",
+        "warm" if case.warm else "cold",
+        str(case.block_size),
+        "whole" if case.prefill_chunk is None else str(case.prefill_chunk),
+        str(case.batch),
+        f"{result.preemptions} times" if case.preempted else "no",
+        str(result.tokens),
+        "yes" if result.passed else "NO",
+    ]
+
+
+def _name(case: Case) -> str:
+    ways = ["seeded" if case.seeded else "greedy", "warm" if case.warm else "cold"] + ["preempted"] * case.preempted
+    chunk = "whole prompts" if case.prefill_chunk is None else f"chunks of {case.prefill_chunk}"
+    split = "+".join(map(str, case.split))
+    return f"split {split}, blocks of {case.block_size}, {chunk}, batch {case.batch}, {', '.join(ways)}"
+
+
+def _reason(result: CaseResult) -> str:
+    if result.first is None:
+        return f"not a proof: {result.missed}"
+    return f"{result.differing} of {result.sequences} sequences differ; first at {result.first}"
+
+
+def _data(result: CaseResult) -> dict[str, Any]:
+    data = dataclasses.asdict(result)
+    data["passed"] = result.passed
+    return data
