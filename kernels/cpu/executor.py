@@ -74,16 +74,16 @@ class Team:
         # Through ctypes, because it gives up the interpreter's lock for the call.
         native = ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * 4)
         self._lead = native(_lead.address)
-        work = native(_work.address)
-        workers = [
-            threading.Thread(
-                target=_run_worker, args=(work, worker, self._state), name=f"shardline-cpu-{worker}", daemon=True
-            )
-            for worker in range(1, num_threads)
-        ]
-        for worker in workers:
-            worker.start()
-        self._finalizer = weakref.finalize(self, _end_workers, native(_stop.address), self._state, workers)
+        workers = []
+        stop = None
+        if num_threads > 1:
+            work, stop = native(_work.address), native(_stop.address)
+            for worker in range(1, num_threads):
+                name = f"shardline-cpu-{worker}"
+                workers.append(threading.Thread(target=_run_worker, args=(work, worker, self._state), name=name))
+                workers[-1].daemon = True
+                workers[-1].start()
+        self._finalizer = weakref.finalize(self, _end_workers, stop, self._state, workers)
 
     def run(self, records: NDArray[np.int64]) -> None:
         """Run one program, records [n, RECORD_WORDS] with n >= 1, and wait for its end."""
@@ -99,7 +99,8 @@ def _run_worker(work: Any, worker: int, state: NDArray[np.int64]) -> None:
 
 
 def _end_workers(stop: Any, state: NDArray[np.int64], workers: list[threading.Thread]) -> None:
-    stop(0, 0, 0, state.ctypes.data)
+    if workers:
+        stop(0, 0, 0, state.ctypes.data)
     for worker in workers:
         worker.join()
 

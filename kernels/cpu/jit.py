@@ -5,9 +5,10 @@ native code with one fixed signature that the executor calls through its address
 disk.
 
 numba's own cache knows only the file that a function stands in, so that an edit of a helper in another file would leave
-stale code behind. Entries are kept under a stamp of *all* sources of this folder instead, in the user's cache folder
-(`$SHARDLINE_CACHE/jit`, else `shardline/jit` in `$XDG_CACHE_HOME` or `~/.cache`), so that a read-only installation
-caches too. Without a writable cache folder every start compiles anew.
+stale code behind. Here entries are named after a stamp of *all* sources of this folder and of the processor, and lie in
+the user's cache folder (`$SHARDLINE_CACHE/jit`, else `shardline/jit` in `$XDG_CACHE_HOME` or `~/.cache`). So a read-only
+installation caches too, and processes that write the same file at once write the same code into it, on hosts that share
+a home folder as well. An entry that cannot be read is compiled again; where nothing can be written, so is every one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numba
 from numba import types
 from numba.core import caching
 from numba.core.ccallback import CFunc
+from numba.core.registry import cpu_target
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 _FOLDER = Path(__file__).resolve().parent
@@ -78,15 +80,20 @@ def with_cache(compiled: Any, function: Callable[..., Any]) -> None:
 def cache_folder() -> Path:
     """Where compiled code is kept."""
     own = os.environ.get("SHARDLINE_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardline"
+    base = (
+        Path(own).expanduser()
+        if own
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardline"
+    )
     # One folder an installation, so that two checkouts do not throw out each other's entries.
     return base / "jit" / hashlib.sha256(str(_FOLDER).encode()).hexdigest()[:16]
 
 
 @cache
-def source_stamp() -> str:
-    """A hash of this folder's sources and of what they are compiled with."""
-    digest = hashlib.sha256(numba.__version__.encode())
+def stamp() -> str:
+    """A hash of this folder's sources, of what they are compiled with, and of the processor they are compiled for."""
+    target = cpu_target.target_context.codegen().magic_tuple()
+    digest = hashlib.sha256(repr((numba.__version__, target)).encode())
     for path in sorted(_FOLDER.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
@@ -100,12 +107,10 @@ class _Locator(caching._CacheLocator):
         return self._path
 
     def get_source_stamp(self) -> str:
-        return source_stamp()
+        return stamp()
 
     def get_disambiguator(self) -> str:
-        # Part of the files' names. numba writes code and index one after the other: two processes with different
-        # sources must not write the same files.
-        return source_stamp()[:16]
+        return stamp()[:16]
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], _file: str) -> _Locator | None:
@@ -123,3 +128,18 @@ class _CacheImpl(caching.CompileResultCacheImpl):
 
 class _Cache(caching.Cache):
     _impl_class = _CacheImpl
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:
+            # A file that a crash or a full disk has cut short raises anything that unpickling can raise.
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            self.flush()
+            super().save_overload(sig, data)
+        except OSError:
+            # The code is there; only the next start will miss it.
+            return

@@ -1,0 +1,88 @@
+"""Compiled code is kept between processes, and never used when it is not the code of these sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardline
+
+# Runs an op for real and says for each entry that it needed whether it came from the disk.
+SCRIPT = """
+import numpy as np
+from shardline.kernels import cpu_backend
+from shardline.kernels.cpu import executor, linear
+
+backend = cpu_backend(1)
+x = backend.upload(np.arange(12, dtype=np.float32).reshape(4, 3))
+out = backend.empty((2, 3), "float32")
+backend.gather_rows(x, backend.upload(np.array([3, 1], np.int32)), out, 2)
+assert backend.read(out).tolist() == [[9, 10, 11], [3, 4, 5]]
+backend.close()
+used = (executor._lead, linear.gather_rows)
+print(sorted({entry._compiled.cache_hits for entry in used}))
+"""
+
+
+def start(cache: Path, package_root: Path | None = None) -> str:
+    environment = {**os.environ, "SHARDLINE_CACHE": str(cache)}
+    if package_root is not None:
+        environment["PYTHONPATH"] = str(package_root)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = tmp_path_factory.mktemp("cache")
+    assert start(cache) == "[0]"
+    return cache
+
+
+@pytest.fixture
+def cache(filled: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(filled, tmp_path / "cache"))
+
+
+def entries(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.rglob("*") if path.is_file())
+
+
+def test_a_second_process_compiles_nothing(cache: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in entries(cache)}
+    assert {path.suffix for path in before} == {".nbi", ".nbc"}
+    assert start(cache) == "[1]"
+    assert {path: path.stat().st_mtime_ns for path in entries(cache)} == before
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+def test_a_cut_file_is_compiled_again_and_mended(cache: Path, suffix: str) -> None:
+    for path in entries(cache):
+        if path.suffix == suffix:
+            path.write_bytes(path.read_bytes()[:100])
+    assert start(cache) == "[0]"
+    assert start(cache) == "[1]"
+
+
+def test_an_edit_of_a_helper_elsewhere_is_not_missed(cache: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    source = Path(shardline.__file__).parent
+    shutil.copytree(source, root / "shardline", ignore=shutil.ignore_patterns("__pycache__", "cluster", "stage"))
+    (root / "shardline" / "__init__.py").write_text("")
+    assert start(cache, root) == "[0]"
+    assert start(cache, root) == "[1]"
+    helper = root / "shardline" / "kernels" / "cpu" / "intrinsics.py"
+    helper.write_text(helper.read_text() + "\n# An edit.\n")
+    assert start(cache, root) == "[0]"
+    assert start(cache) == "[1]", "the other installation's entries are still there"
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert start(tmp_path / "file" / "below") == "[0]"
