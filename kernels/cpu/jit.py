@@ -6,9 +6,10 @@ disk.
 
 numba's own cache knows only the file that a function stands in, so that an edit of a helper in another file would leave
 stale code behind. Here entries are named after a stamp of *all* sources of this folder and of the processor, and lie in
-the user's cache folder (`$SHARDLINE_CACHE/jit`, else `shardline/jit` in `$XDG_CACHE_HOME` or `~/.cache`). So a read-only
-installation caches too, and processes that write the same file at once write the same code into it, on hosts that share
-a home folder as well. An entry that cannot be read is compiled again; where nothing can be written, so is every one.
+the user's cache folder (`$SHARDLINE_CACHE/jit`, else `shardline/jit` in `$XDG_CACHE_HOME` or `~/.cache`). So a
+read-only installation caches too, and processes that write the same file at once write the same code into it, on hosts
+that share a home folder as well. An entry that cannot be read is compiled again; where nothing can be written, so is
+every one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command list and the team: ops run in order, each share once, on any number of threads, with few cores or many."""
+"""The command list and the team: ops run in order, each share once, on any number of threads and cores."""
 
 from __future__ import annotations
 
