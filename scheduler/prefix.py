@@ -33,10 +33,11 @@ class PrefixCache:
             return None
         hashes = self._hashes(sequence, (sequence.num_tokens - 1) // self._pool.block_size)
         found = self._pool.match(hashes, sequence.token_ids)
-        coming = self._coming
-        sequence.awaits = next(
-            (chain_hash for chain_hash in reversed(hashes[len(found) :]) if chain_hash in coming), None
-        )
+        # Who fills a chain fills it in order, so what is coming of this one follows on what was found.
+        end = len(found)
+        while end < len(hashes) and hashes[end] in self._coming:
+            end += 1
+        sequence.awaits = hashes[end - 1] if end > len(found) else None
         return found if sequence.awaits is None else None
 
     def expect(self, sequence: Sequence) -> None:

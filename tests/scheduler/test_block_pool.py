@@ -147,6 +147,23 @@ def test_the_same_content_twice_is_published_once_and_ends_the_second_chain():
     assert pool.num_idle == 0
 
 
+def test_what_holders_would_release_counts_only_what_nobody_else_holds():
+    pool = BlockPool(8, SIZE)
+    chain = Chain(pool, tokens_of(1, 2))
+    shared = pool.take(2)
+    chain.publish(pool, shared)
+    pool.hold(shared)
+    one, other = [*shared, *pool.take(1)], [*shared, *pool.take(2)]
+    assert pool.num_released_by([one], keep=[]) == 1
+    assert pool.num_released_by([other], keep=[]) == 2
+    assert pool.num_released_by([one, other], keep=[]) == 5
+    assert pool.num_released_by([one, other], keep=shared[:1]) == 4
+    before = pool.num_available
+    pool.release(one)
+    pool.release(other)
+    assert pool.num_available - before == 5
+
+
 def test_reset_forgets_everything():
     pool = BlockPool(4, SIZE)
     chain = Chain(pool, tokens_of(1, 2))

@@ -112,7 +112,7 @@ def test_any_interleaving(driver):
     run_state_machine_as_test(
         machine_of(driver),
         settings=settings(
-            max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
@@ -122,6 +122,6 @@ def test_any_interleaving_when_hashes_collide(driver):
     run_state_machine_as_test(
         machine_of(driver, hash_of=lambda parent, token_ids: token_ids[0] % 2),
         settings=settings(
-            max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

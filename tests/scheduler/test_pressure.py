@@ -121,6 +121,21 @@ def test_urgent_requests_displace_nobody_in_vain(driver, config):
     run.drain()
 
 
+@pytest.mark.parametrize(("num_blocks", "enters"), [(10, False), (11, True)])
+def test_what_the_urgent_one_shares_with_a_victim_does_not_become_available(driver, config, num_blocks, enters):
+    run = driver(config(num_blocks=num_blocks, depth=1, prefill_chunk=64, max_step_tokens=128))
+    run.add(request("same", length=9, first=1, max_tokens=10))
+    run.add(request("low", length=41, priority=1, max_tokens=10))
+    run.schedule()
+    run.deliver()
+    # Two blocks are another's, and five of nine are found with the low one, which has only one more to give.
+    low = run.requests["low"].prompt_ids
+    run.add(NewRequest("urgent", low[:40] + (2,) * 32, SamplingParams(max_tokens=1)))
+    run.schedule()
+    assert running(run) == (["same", "urgent"] if enters else ["same", "low"])
+    run.drain()
+
+
 def test_equals_do_not_displace_each_other(driver, config):
     run = driver(config(num_blocks=64, max_sequences=2))
     for index in range(6):
