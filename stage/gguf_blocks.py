@@ -181,7 +181,9 @@ def assemble(pieces: Iterable[Bytes], kind: GGMLQuantizationType, shape: tuple[i
         end = start + len(piece)
         blocks = _requantized(to_float32(piece, kind)) if kind in FLOAT_TYPES else piece
         block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0 if kind in FLOAT_TYPES else kind][1]
-        part_q, part_scale, part_minimum = target.unpack(blocks.reshape(-1, block_bytes))
+        # Scales that are no numbers are looked for below; until then they may pass through the arithmetic.
+        with np.errstate(invalid="ignore", over="ignore"):
+            part_q, part_scale, part_minimum = target.unpack(blocks.reshape(-1, block_bytes))
         if not (np.isfinite(part_scale).all() and np.isfinite(part_minimum).all()):
             raise ValueError(f"a scale or minimum in rows {start} to {end - 1} is not a finite number")
         part_q = part_q.reshape(end - start, k)

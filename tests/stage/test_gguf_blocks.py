@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -116,12 +115,12 @@ def test_scales_beyond_float16_stay_exact(tiny_model):
     + [(Kind.Q6_K, 208)],
     ids=lambda value: value.name if isinstance(value, Kind) else str(value),
 )
-@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("bad", [0x7E00, 0x7D00, 0x7C00, 0xFC00], ids=["nan", "signalling nan", "inf", "-inf"])
 def test_scales_that_are_no_numbers_are_refused(tiny_model, kind, offset, bad):
     def poison(tensors):
         data, _ = tensors["blk.1.ffn_up.weight"]
         data = data.copy()
-        data[7, offset : offset + 2] = np.array([bad], np.float16).view(np.uint8)
+        data[7, offset : offset + 2] = np.array([bad], np.uint16).view(np.uint8)
         # A minimum is a product with a 6-bit integer, which must not be zero for inf to stay inf.
         if kind in (Kind.Q4_K, Kind.Q5_K):
             data[7, 4:16] = 255
@@ -147,19 +146,4 @@ def test_float_elements_that_do_not_fit_are_refused(tiny_model, bad):
     checkpoint = open_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"tensor blk\.0\.attn_q\.weight: .* not a finite number"):
         checkpoint.matrix("q", 0)
-    checkpoint.close()
-
-
-def test_the_real_model(smollm2: Path):
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2).tensors}
-    checkpoint = open_checkpoint(smollm2)
-    for role, layer, name in (
-        ("embed", None, "token_embd"),
-        ("head", None, "token_embd"),
-        ("down", 29, "blk.29.ffn_down"),
-    ):
-        tensor = tensors[f"{name}.weight"]
-        assert np.array_equal(
-            checkpoint.matrix(role, layer).dequantize(), gguf.dequantize(tensor.data, tensor.tensor_type)
-        )
     checkpoint.close()
