@@ -35,7 +35,7 @@ class RayPipelineConfig:
     """
 
     max_in_flight: int | None = None
-    step_seconds: float = 120.0
+    step_seconds: float = 180.0
     load_seconds: float = 900.0
     placement_seconds: float = 60.0
     control_seconds: float = 15.0

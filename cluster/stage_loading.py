@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import platform
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from shardline.cluster.errors import ModelNotFoundError
 from shardline.cluster.stage_worker import StageRunner
+from shardline.scheduler import SamplingParams
+from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan
 from shardline.stage.spec import StageSpec
 
 
@@ -90,12 +98,52 @@ class CheckpointLoader:
             backend = cpu_backend(spec.num_threads)
             try:
                 stage = Stage(spec, checkpoint, backend)
+                with one_at_a_time():
+                    warm_up(stage, spec, model.hidden_size)
             except BaseException:
                 backend.close()
                 raise
         finally:
             checkpoint.close()
         return LoadedStage(stage, identity, backend.name, backend.resident_bytes)
+
+
+def warm_up(stage: StageRunner, spec: StageSpec, hidden_size: int) -> None:
+    """Run a step of each kind, so that what a backend compiles at first use is compiled now: while a stage is being
+    loaded nobody takes it to hang, and the first request does not wait for it."""
+    rows = min(2, spec.max_step_tokens, spec.max_context)
+    hidden = None if spec.has_embed else np.zeros((rows, hidden_size), np.float32)
+    drawn = SamplingParams(
+        temperature=1.0,
+        top_k=8,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias=((0, 0.5),),
+        logprobs=2,
+        seed=0,
+    )
+    for step_id, params in enumerate((SamplingParams(seed=0), drawn)):
+        start = SequenceStart(step_id, params, rows, (0,) * rows, ())
+        run = SequenceRun(step_id, 0, (0,) * rows, (0,), samples=True)
+        stage.run(StepPlan(step_id, tuple(range(step_id)), (start,), (run,)), hidden)
+    stage.reset()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Wait for every other process of this user on this host that is in here: the stages of one host need the same
+    compiled code, and the first makes it for the others."""
+    path = Path(tempfile.gettempdir()) / f"shardline-{os.getuid()}.lock"
+    # Never through a link that someone else has put there.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def plan_hash(specs: Sequence[StageSpec], identity: ModelIdentity) -> bytes:

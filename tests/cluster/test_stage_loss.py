@@ -237,4 +237,4 @@ def test_a_stage_that_hangs_is_found_by_the_deadline(ray_cluster: None, smollm2:
         with pytest.raises(ProcessLookupError):
             os.kill(before[1], 0)
 
-    run_with(pipeline_of(smollm2, step_seconds=3.0), smollm2, work)
+    run_with(pipeline_of(smollm2, step_seconds=5.0), smollm2, work)
