@@ -17,7 +17,7 @@ from shardline.cluster.request import Request
 from shardline.scheduler import InvalidParameterError
 
 ENGINE_NAME = "engine"
-NAMESPACE = "shardline"
+"""Of the engine's actor, if nothing else is said."""
 
 _RETRY_SECONDS = 0.5
 _RETRIES = 20
@@ -236,6 +236,7 @@ class _RaySession:
             import ray
         except ImportError as error:
             raise EngineNotFoundError(f"ray is not installed here: {error}") from error
+        from shardline.cluster.ray_runtime import NAMESPACE
 
         with self._lock:
             if not ray.is_initialized():

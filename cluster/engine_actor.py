@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardline.cluster.connection import ENGINE_NAME, NAMESPACE
+from shardline.cluster.connection import ENGINE_NAME
 from shardline.cluster.engine import Engine, EngineStatus
 from shardline.cluster.errors import EngineDeadError, EngineNotFoundError, LeaseExpiredError, ShardlineError
 from shardline.cluster.inbox import Failure, Inbox
@@ -170,6 +170,8 @@ def serve(
     """
     import ray
 
+    from shardline.cluster.ray_runtime import NAMESPACE
+
     if _find(name) is not None:
         raise ShardlineError(f"an engine named {name!r} runs already: stop it first, or give this one another name")
     actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(EngineHost)
@@ -203,6 +205,8 @@ def stop_serving(name: str = ENGINE_NAME) -> None:
 
 def _find(name: str) -> Any | None:
     import ray
+
+    from shardline.cluster.ray_runtime import NAMESPACE
 
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
