@@ -62,8 +62,8 @@ class Decoder:
         self._share = share
         self._backend = backend
         # A sequence cannot be longer than the pool, however long the context: so neither are the tables.
-        max_positions = min(share.max_context, share.num_blocks * share.block_size) if share.num_layers else 0
-        self.max_blocks = max(1, -(-max_positions // share.block_size))
+        max_positions = min(share.max_context, share.num_blocks * share.block_size)
+        self.max_blocks = -(-max_positions // share.block_size)
         self.max_head_rows = min(share.max_sequences, share.max_step_tokens)
 
         embed = head = None
