@@ -144,6 +144,20 @@ def test_a_row_has_the_same_bits_in_every_batch_at_every_place_on_any_threads(
             np.testing.assert_array_equal(run_linear(backend, weight, x[order], channels), alone[order])
 
 
+@pytest.mark.parametrize("rows", [1, 64])
+def test_threads_do_not_meet_in_scratch_memory(cpu: MakeBackend, random_matrix: MakeMatrix, rows: int) -> None:
+    """Long enough that all threads come to work on it, also where they share cores."""
+    gate, up = random_matrix(4096, 512, seed=1), random_matrix(4096, 512, seed=2)
+    x = rows_of(rows, 512)
+    single, team = cpu(1), cpu(4)
+    expected = run_linear(single, single.load_matrix([gate]), x, 4096)
+    expected_gated = run_gated(single, single.load_gated(gate, up), x, 4096)
+    weight, gated = team.load_matrix([gate]), team.load_gated(gate, up)
+    for _ in range(20):
+        np.testing.assert_array_equal(run_linear(team, weight, x, 4096), expected)
+        np.testing.assert_array_equal(run_gated(team, gated, x, 4096), expected_gated)
+
+
 def test_channels_do_not_depend_on_what_they_are_stacked_with(cpu: MakeBackend, random_matrix: MakeMatrix) -> None:
     kinds = [{}, {}, {"bits": 8}, {"group_size": 16}, {"group_size": 16, "dtype": "float32"}]
     parts = [random_matrix(30 + 17 * i, 64, seed=i, **kind) for i, kind in enumerate(kinds)]
