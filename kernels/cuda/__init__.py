@@ -1,0 +1,1 @@
+"""The CUDA backend: own kernels, compiled by NVRTC at run time, no vendor library of linear algebra."""

@@ -1,0 +1,266 @@
+// Paged causal attention. A row is (token, query head); its keys and values are walked by absolute position.
+//
+// Contract (docs/numerics.md): KV tiles of 64 absolute positions, splits of 256. Within a split: scores by an mma chain over the
+// head's channels, times scale * log2(e); running maximum and exp2 in float32; probabilities rounded to half; their sum by an mma
+// against ones, so that its order is the mma's; values by an mma chain over positions. The splits' (m, l, o) are merged in
+// ascending order with fused multiply-adds. Tiles and splits behind a row's own position add exact zeros. So a row's bits depend on
+// its query and its sequence's keys and values alone: not on block size, chunking, or the rows beside it.
+//
+// query_tiles: one block of 1024 threads. Cuts the step's rows into query tiles of up to 16 / G consecutive rows of one sequence;
+//   they share the keys and values that are read, and with the G query heads of a KV head fill the 16 rows of an mma.
+// attend_rows: grid (1, KV heads, query tiles), 128 threads. A block walks all splits of its tile and merges them as it goes.
+// attend_splits: grid (split blocks, KV heads, query tiles). Block x takes splits x, x + gridDim.x, ... and writes each split's
+//   (o, m, l) to `partial` [row][query head][split][HEAD_DIM + 2].
+// combine_splits: grid (rows, KV heads), 32 threads a query head: merges a row's splits in order. Same bits as attend_rows.
+//
+// qkv [rows, (Hq + 2 Hkv) * HEAD_DIM] float32, queries turned already. Cache [blocks][Hkv][block size][HEAD_DIM] half.
+// tiles int32 [tiles][2]: first row, number of rows (0: none). Block size a power of two from 8; G <= 16.
+// Define: HEAD_DIM, a multiple of 16 up to 256.
+
+constexpr int KV_TILE = 64, SPLIT_TILES = 4, THREADS = 128;
+constexpr int ROW_BYTES = HEAD_DIM * 2 + 16;  // the odd 16 bytes spread a column over the banks
+constexpr int TILE_BYTES = KV_TILE * ROW_BYTES;
+constexpr int STAGES = HEAD_DIM <= 128 ? 2 : 1;
+constexpr int STEPS = HEAD_DIM / 16;             // k16 steps of a score
+constexpr int COLUMN_TILES = HEAD_DIM / 8;       // 8-wide tiles of the output
+constexpr int OWN_COLUMNS = (COLUMN_TILES + 3) / 4;
+constexpr float FAR = -1e30f;
+
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Tile starts: the first row, a new sequence, and every position divisible by `most`: a row knows by itself whether it starts one.
+extern "C" __global__ void __launch_bounds__(1024)
+    query_tiles(const int* positions, const int* sequences, int* tiles, int rows, int most, int max_tiles) {
+    __shared__ int warp_totals[32];
+    __shared__ int base;
+    if (threadIdx.x == 0) base = 0;
+    __syncthreads();
+    for (int first = 0; first < rows; first += 1024) {
+        const int row = first + threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        const bool starts = row < rows && (row == 0 || sequences[row] != sequences[row - 1] || positions[row] % most == 0);
+        const u32 votes = __ballot_sync(~0u, starts);
+        if (lane == 0) warp_totals[warp] = __popc(votes);
+        __syncthreads();
+        int place = base + __popc(votes & ((1u << lane) - 1));
+        for (int w = 0; w < warp; w++) place += warp_totals[w];
+        if (starts) {
+            int count = 1;
+            while (count < most && row + count < rows && sequences[row + count] == sequences[row] && positions[row + count] % most != 0)
+                count++;
+            tiles[place * 2] = row;
+            tiles[place * 2 + 1] = count;
+        }
+        __syncthreads();
+        if (threadIdx.x == 0)
+            for (int w = 0; w < 32; w++) base += warp_totals[w];
+        __syncthreads();
+    }
+    for (int t = base + threadIdx.x; t < max_tiles; t += 1024) tiles[t * 2 + 1] = 0;
+}
+
+struct Merged {
+    float m[2], l[2], f[OWN_COLUMNS][4];
+};
+
+// Add a split's (m, l, o) to what came before it.
+DEVICE void merge(float& M, float& L, float m, float l, float& keep, float& add) {
+    const float top = fmaxf(M, m);
+    keep = exp2_fast(M - top);
+    add = exp2_fast(m - top);
+    M = top;
+    L = __fmaf_rn(L, keep, __fmul_rn(l, add));
+}
+
+template <bool WHOLE>
+DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const int* tiles, const int* positions,
+                   const int* sequences, const int* block_tables, float* out, int table_width, int block_shift, int G,
+                   int kv_heads, int max_splits, float scale_log2e) {
+    extern __shared__ __align__(16) u8 shared[];  // STAGES x (keys, values)
+    __shared__ u32 probabilities[16 * 36];
+    __shared__ float maxima[4 * 16];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, group_row = lane >> 2;
+    const int first_row = tiles[blockIdx.z * 2], count = tiles[blockIdx.z * 2 + 1];
+    if (count == 0) return;
+    const int length = positions[first_row + count - 1] + 1;
+    const int splits = (length + KV_TILE * SPLIT_TILES - 1) / (KV_TILE * SPLIT_TILES);
+    const int* table = block_tables + (size_t)sequences[first_row] * table_width;
+    const int block_mask = (1 << block_shift) - 1;
+
+    auto load = [&](int stage, int tile) {
+        const u32 to = shared_address(shared + stage * 2 * TILE_BYTES);
+        constexpr int CHUNKS = HEAD_DIM / 8;
+        for (int id = threadIdx.x; id < KV_TILE * CHUNKS; id += THREADS) {
+            const int r = id / CHUNKS, c = id % CHUNKS, p = tile * KV_TILE + r;
+            const bool there = p < length;
+            const size_t block = there ? table[p >> block_shift] : 0;
+            const size_t at = (((block * kv_heads + head) << block_shift) + (p & block_mask)) * HEAD_DIM + c * 8;
+            copy_async_16(to + r * ROW_BYTES + c * 16, keys + (there ? at : 0), there ? 16 : 0);
+            copy_async_16(to + TILE_BYTES + r * ROW_BYTES + c * 16, values + (there ? at : 0), there ? 16 : 0);
+        }
+        copy_commit();
+    };
+    // The 16 rows of the tile: row i is token i / G, head i % G. A lane holds rows lane / 4 and + 8.
+    const int width = (G + 2) * kv_heads * HEAD_DIM;
+    int own_position[2];
+    const float* query[2];
+    UNROLL for (int h = 0; h < 2; h++) {
+        const int i = group_row + h * 8, token = first_row + i / G;
+        const bool there = i < count * G;
+        own_position[h] = there ? positions[token] : -1;
+        query[h] = there ? qkv + (size_t)token * width + (head * G + i % G) * HEAD_DIM + (lane & 3) * 2 : nullptr;
+    }
+    u32 qa[STEPS][4];
+    UNROLL for (int k = 0; k < STEPS; k++) UNROLL for (int h = 0; h < 2; h++) UNROLL for (int c = 0; c < 2; c++) {
+        const float* q = query[h] + k * 16 + c * 8;
+        qa[k][h + 2 * c] = query[h] ? floats_to_half2(q[0], q[1]) : 0;
+    }
+
+    Merged merged;
+    UNROLL for (int h = 0; h < 2; h++) {
+        merged.m[h] = FAR;
+        merged.l[h] = 0.f;
+    }
+    UNROLL for (int n = 0; n < OWN_COLUMNS; n++) UNROLL for (int e = 0; e < 4; e++) merged.f[n][e] = 0.f;
+
+    for (int split = WHOLE ? 0 : blockIdx.x; split < splits; split += WHOLE ? 1 : gridDim.x) {
+        const int tile0 = split * SPLIT_TILES;
+        const int num_tiles = min((length - tile0 * KV_TILE + KV_TILE - 1) / KV_TILE, SPLIT_TILES);
+        load(0, tile0);
+        float o[OWN_COLUMNS][4], sum[4] = {0.f, 0.f, 0.f, 0.f}, m[2] = {FAR, FAR};
+        UNROLL for (int n = 0; n < OWN_COLUMNS; n++) UNROLL for (int e = 0; e < 4; e++) o[n][e] = 0.f;
+        for (int t = 0; t < num_tiles; t++) {
+            const int stage = STAGES == 2 ? t & 1 : 0;
+            if (STAGES == 2) {
+                if (t + 1 < num_tiles) load(stage ^ 1, tile0 + t + 1);
+                else copy_commit();
+                copy_wait<1>();
+            } else {
+                if (t > 0) load(0, tile0 + t);
+                copy_wait<0>();
+            }
+            __syncthreads();
+            const u32 k_at = shared_address(shared + stage * 2 * TILE_BYTES), v_at = k_at + TILE_BYTES;
+
+            // Scores: this warp's 16 of the 64 positions.
+            float s[2][4] = {};
+            UNROLL for (int k = 0; k < STEPS; k++) {
+                u32 b[4];
+                const int r = warp * 16 + (lane & 7) + ((lane >> 4) << 3), c = k * 2 + ((lane >> 3) & 1);
+                load_matrix_4(b, k_at + r * ROW_BYTES + c * 16);
+                mma_16x8x16(s[0], qa[k], b[0], b[1]);
+                mma_16x8x16(s[1], qa[k], b[2], b[3]);
+            }
+            float highest[2] = {FAR, FAR};
+            UNROLL for (int n = 0; n < 2; n++) UNROLL for (int e = 0; e < 4; e++) {
+                const int p = (tile0 + t) * KV_TILE + warp * 16 + n * 8 + (lane & 3) * 2 + (e & 1);
+                s[n][e] = p <= own_position[e >> 1] ? __fmul_rn(s[n][e], scale_log2e) : FAR;
+                highest[e >> 1] = fmaxf(highest[e >> 1], s[n][e]);
+            }
+            UNROLL for (int h = 0; h < 2; h++) {
+                highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], 1));
+                highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], 2));
+                if ((lane & 3) == 0) maxima[warp * 16 + group_row + h * 8] = highest[h];
+            }
+            __syncthreads();
+            float shrink[2];
+            UNROLL for (int h = 0; h < 2; h++) {
+                float v = m[h];
+                UNROLL for (int j = 0; j < 4; j++) v = fmaxf(v, maxima[j * 16 + group_row + h * 8]);
+                shrink[h] = exp2_fast(m[h] - v);
+                m[h] = v;
+            }
+            UNROLL for (int n = 0; n < 2; n++) {
+                const int column = warp * 8 + n * 4 + (lane & 3);
+                probabilities[group_row * 36 + column] = floats_to_half2(exp2_fast(s[n][0] - m[0]), exp2_fast(s[n][1] - m[0]));
+                probabilities[(group_row + 8) * 36 + column] = floats_to_half2(exp2_fast(s[n][2] - m[1]), exp2_fast(s[n][3] - m[1]));
+            }
+            __syncthreads();
+            UNROLL for (int e = 0; e < 4; e++) sum[e] = __fmul_rn(sum[e], shrink[e >> 1]);
+            UNROLL for (int n = 0; n < OWN_COLUMNS; n++) UNROLL for (int e = 0; e < 4; e++) o[n][e] = __fmul_rn(o[n][e], shrink[e >> 1]);
+            u32 pa[4][4];
+            UNROLL for (int k = 0; k < 4; k++) UNROLL for (int h = 0; h < 2; h++) UNROLL for (int c = 0; c < 2; c++)
+                pa[k][h + 2 * c] = probabilities[(group_row + h * 8) * 36 + k * 8 + c * 4 + (lane & 3)];
+            UNROLL for (int k = 0; k < 4; k++) mma_16x8x16(sum, pa[k], 0x3c003c00u, 0x3c003c00u);
+            // Values: this warp's columns, 8 at a time; one load brings 32 positions of them.
+            UNROLL for (int n = 0; n < OWN_COLUMNS; n++) {
+                const int column = warp + n * 4;
+                if (column < COLUMN_TILES) UNROLL for (int half = 0; half < 2; half++) {
+                    u32 b[4];
+                    load_matrix_4_transposed(b, v_at + (half * 32 + lane) * ROW_BYTES + column * 16);
+                    mma_16x8x16(o[n], pa[half * 2], b[0], b[1]);
+                    mma_16x8x16(o[n], pa[half * 2 + 1], b[2], b[3]);
+                }
+            }
+            __syncthreads();
+        }
+        if (WHOLE) {
+            float keep[2], add[2];
+            UNROLL for (int h = 0; h < 2; h++) merge(merged.m[h], merged.l[h], m[h], sum[h * 2], keep[h], add[h]);
+            UNROLL for (int n = 0; n < OWN_COLUMNS; n++) UNROLL for (int e = 0; e < 4; e++)
+                merged.f[n][e] = __fmaf_rn(merged.f[n][e], keep[e >> 1], __fmul_rn(o[n][e], add[e >> 1]));
+            continue;
+        }
+        UNROLL for (int h = 0; h < 2; h++) {
+            const int i = group_row + h * 8;
+            if (i >= count * G) continue;
+            const size_t row = ((size_t)(first_row + i / G) * kv_heads + head) * G + i % G;
+            float* to = out + (row * max_splits + split) * (HEAD_DIM + 2);
+            UNROLL for (int n = 0; n < OWN_COLUMNS; n++) {
+                const int column = warp + n * 4;
+                if (column < COLUMN_TILES) UNROLL for (int e = 0; e < 2; e++) to[column * 8 + (lane & 3) * 2 + e] = o[n][h * 2 + e];
+            }
+            if (warp == 0 && (lane & 3) == 0) {
+                to[HEAD_DIM] = m[h];
+                to[HEAD_DIM + 1] = sum[h * 2];
+            }
+        }
+    }
+    if (WHOLE) UNROLL for (int h = 0; h < 2; h++) {
+        const int i = group_row + h * 8;
+        if (i >= count * G) continue;
+        float* to = out + (((size_t)(first_row + i / G) * kv_heads + head) * G + i % G) * HEAD_DIM;
+        UNROLL for (int n = 0; n < OWN_COLUMNS; n++) {
+            const int column = warp + n * 4;
+            if (column < COLUMN_TILES)
+                UNROLL for (int e = 0; e < 2; e++)
+                    to[column * 8 + (lane & 3) * 2 + e] = __fdiv_rn(merged.f[n][h * 2 + e], merged.l[h]);
+        }
+    }
+}
+
+#define ATTEND(name, WHOLE)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                                \
+        name(const float* qkv, const u16* keys, const u16* values, const int* tiles, const int* positions,               \
+             const int* sequences, const int* block_tables, float* out, int table_width, int block_shift, int G,         \
+             int kv_heads, int max_splits, float scale_log2e) {                                                          \
+        attend<WHOLE>(qkv, keys, values, tiles, positions, sequences, block_tables, out, table_width, block_shift, G,    \
+                      kv_heads, max_splits, scale_log2e);                                                                \
+    }
+ATTEND(attend_rows, true)
+ATTEND(attend_splits, false)
+
+extern "C" __global__ void combine_splits(const float* partial, const int* positions, float* out, int G, int kv_heads,
+                                          int max_splits) {
+    const int row = blockIdx.x, splits = positions[row] / (KV_TILE * SPLIT_TILES) + 1;
+    for (int g = threadIdx.x >> 5; g < G; g += blockDim.x >> 5) {
+        const size_t at = ((size_t)row * kv_heads + blockIdx.y) * G + g;
+        const float* from = partial + at * max_splits * (HEAD_DIM + 2);
+        float M = FAR, L = 0.f, F[(HEAD_DIM + 31) / 32] = {};
+        for (int s = 0; s < splits; s++, from += HEAD_DIM + 2) {
+            float keep, add;
+            merge(M, L, from[HEAD_DIM], from[HEAD_DIM + 1], keep, add);
+            UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) {
+                const int d = j * 32 + (threadIdx.x & 31);
+                if (d < HEAD_DIM) F[j] = __fmaf_rn(F[j], keep, __fmul_rn(from[d], add));
+            }
+        }
+        UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) {
+            const int d = j * 32 + (threadIdx.x & 31);
+            if (d < HEAD_DIM) out[at * HEAD_DIM + d] = __fdiv_rn(F[j], L);
+        }
+    }
+}

@@ -1,0 +1,447 @@
+"""The CUDA backend: `Backend` on one NVIDIA GPU with our own kernels."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from shardline.kernels import checks
+from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
+from shardline.kernels.cuda import tables, weights
+from shardline.kernels.cuda.errors import DeviceTooOldError
+from shardline.kernels.cuda.modules import Modules
+from shardline.kernels.cuda.pack import pad_to
+from shardline.kernels.matrix import GroupedMatrix
+from shardline.kernels.sampling import SampleOutput, SamplingBatch
+
+LOG2_E = 1.4426950408889634
+MAX_GRAPHS = 64
+"""Recorded steps that a backend keeps; the longest unused is forgotten."""
+
+_int = np.int32
+_float = np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Rows that a matrix product reads: as float32 where an op writes them so, and as the B fragments of linear.cu.
+
+    rms_norm writes the fragments at once; of what attention and gated_linear write they are made right after.
+    """
+
+    values: Any
+    fragments: Any
+    scales: Any
+    blocks: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, channels)."""
+        rows, channels = self.values.shape
+        return int(rows), int(channels)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaKVCache:
+    """A pool: half-precision keys and values [layers, blocks, Hkv, block size, D]."""
+
+    layout: KVLayout
+    keys: Any
+    values: Any
+
+
+class CudaBackend(Backend):
+    """See `Backend`. Arrays are CuPy's; one device, one stream, one thread."""
+
+    name: ClassVar[str] = "cuda"
+
+    def __init__(self, device: int, cubin_cache: Path | None) -> None:
+        self._device = cupy.cuda.Device(device)
+        self._device.use()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.arch = int(self._device.compute_capability)
+        if self.arch < 80:
+            raise DeviceTooOldError(
+                f"GPU {device} is sm_{self.arch}; the CUDA backend needs sm_80 (Ampere) or newer. Leave this card out, "
+                "or use the CPU backend."
+            )
+        self._processors = int(self._device.attributes["MultiProcessorCount"])
+        self._modules = Modules(self.arch, cubin_cache)
+        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
+        self._seen: set[Hashable] = set()
+        self._capturing = False
+        self._resident_bytes = 0
+        with self._stream:
+            self._tiles = cupy.zeros((0, 2), cupy.int32)
+            self._partial = cupy.zeros(0, cupy.float32)
+            self._slice_sums = cupy.zeros(0, cupy.float32)
+            self._arrived = cupy.zeros(1 << 14, cupy.uint32)
+            self._work = cupy.zeros(0, cupy.float32)
+        self._closed = False
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return cupy.empty(shape, dtype)
+
+    def activations(self, rows: int, channels: int) -> Array:
+        blocks = weights.blocks_of(channels)
+        tokens = pad_to(rows, tables.PADDED_TOKENS)
+        with self._stream:
+            return Activations(
+                cupy.empty((rows, channels), cupy.float32),
+                cupy.zeros((tokens // 8, blocks, 2, 32, 4), cupy.uint32),
+                cupy.ones(tokens, cupy.float32),
+                blocks,
+            )
+
+    def upload(self, host: NDArray[Any]) -> Array:
+        with self._stream:
+            return cupy.asarray(host)
+
+    def write(self, target: Array, host: NDArray[Any]) -> None:
+        assert not self._capturing, "write inside replay: what changes from step to step is written outside"
+        if isinstance(target, Activations):
+            self.write(target.values, host)
+            self._make_fragments(target, len(host))
+            return
+        fits = target.dtype == host.dtype and target.shape[1:] == host.shape[1:] and len(host) <= len(target)
+        assert fits, f"{host.dtype} {host.shape} does not fit into {target.dtype} {target.shape}"
+        # From pageable memory the copy has read all of `host` when this returns.
+        source = np.ascontiguousarray(host)
+        target[: len(source)].set(source, stream=self._stream)
+
+    def read(self, source: Array) -> NDArray[Any]:
+        if isinstance(source, Activations):
+            return self._values_of(source)
+        assert source.flags.c_contiguous, "read wants a contiguous array"
+        host: NDArray[Any] = source.get(stream=self._stream, blocking=True)
+        return host
+
+    def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
+        with self._stream:
+            return self._keep(weights.load(parts))
+
+    def load_gated(self, gate: GroupedMatrix, up: GroupedMatrix) -> Weight:
+        with self._stream:
+            return self._keep(weights.load_gated(gate, up))
+
+    def allocate_kv(self, layout: KVLayout) -> KVCache:
+        assert layout.dtype == "float16", f"a CUDA pool is float16, not {layout.dtype}"
+        shape = (layout.num_layers, layout.num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        with self._stream:
+            cache = CudaKVCache(layout, cupy.zeros(shape, cupy.uint16), cupy.zeros(shape, cupy.uint16))
+        self._resident_bytes += cache.keys.nbytes + cache.values.nbytes
+        return cache
+
+    def resident_bytes(self) -> int:
+        return self._resident_bytes
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._stream.synchronize()
+        self._graphs.clear()
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def replay(self, key: Hashable, issue: Callable[[], None]) -> None:
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            graph.launch(self._stream)
+            return
+        if key not in self._seen:
+            # The first time everything is compiled, loaded and allocated, which a capture does not allow.
+            self._seen.add(key)
+            issue()
+            return
+        self._capturing = True
+        try:
+            self._stream.begin_capture()
+            try:
+                issue()
+            finally:
+                graph = self._stream.end_capture()
+        finally:
+            self._capturing = False
+        self._graphs[key] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        graph.launch(self._stream)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, rows: Rows, cache: KVCache, query_heads: int) -> None:
+        most = 16 // (query_heads // cache.layout.num_kv_heads)
+        tiles = self._tile_buffer(rows.positions.shape[0])
+        self._launch(
+            ("attention", "query_tiles"),
+            (1,),
+            1024,
+            (rows.positions, rows.sequences, tiles, _int(rows.count), _int(most), _int(rows.count)),
+            HEAD_DIM=cache.layout.head_dim,
+        )
+
+    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int) -> None:
+        checks.embedding(token_ids, weight.channels, weight.inputs, out, rows)
+        (part,) = weight.parts
+        arguments = (token_ids, part.integers, part.scale, part.minimum, out, _int(weight.inputs), _int(part.blocks))
+        self._launch(("rows", "embedding"), (rows,), 256, arguments, **part.defines)
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
+        size = weight.shape[0]
+        arguments = (x, weight, _float(eps), out.fragments, out.scales, _int(size), _int(out.blocks))
+        self._launch(("activation", "rms_norm_rows"), (rows,), 256, arguments, shared=out.blocks * 256)
+
+    def linear(
+        self, x: Array, weight: Weight, out: Array, rows: int, *, bias: Array | None = None, accumulate: bool = False
+    ) -> None:
+        assert not weight.gated, "linear wants a weight of load_matrix"
+        checks.table("out", out, rows, weight.channels)
+        self._multiply(x, weight, out, rows, bias, accumulate)
+
+    def gated_linear(self, x: Array, weight: Weight, out: Array, rows: int) -> None:
+        assert weight.gated, "gated_linear wants a weight of load_gated"
+        self._multiply(x, weight, out.values, rows, None, False)
+        self._make_fragments(out, rows)
+
+    def rope_kv_write(
+        self,
+        qkv: Array,
+        rows: Rows,
+        rope: RopeTable,
+        cache: KVCache,
+        layer: int,
+        *,
+        q_norm: Array | None = None,
+        k_norm: Array | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        layout = cache.layout
+        query_heads = checks.heads(qkv, rows, layout, layer)
+        norm = q_norm if q_norm is not None else rope.cos  # never read without norms
+        self._launch(
+            ("rope_kv_write", "rope_kv_write"),
+            (rows.count, query_heads + 2 * layout.num_kv_heads),
+            32,
+            (
+                qkv,
+                rows.positions,
+                rows.slots,
+                rope.cos,
+                rope.sin,
+                cache.keys[layer],
+                cache.values[layer],
+                norm,
+                norm if k_norm is None else k_norm,
+                _float(eps),
+                _int(query_heads),
+                _int(layout.num_kv_heads),
+                _int(2 * rope.cos.shape[1]),
+                _int(_shift(layout)),
+            ),
+            HEAD_DIM=layout.head_dim,
+            INTERLEAVED=int(rope.interleaved),
+            NORMS=int(q_norm is not None),
+        )
+
+    def paged_attention(self, qkv: Array, rows: Rows, cache: KVCache, layer: int, scale: float, out: Array) -> None:
+        layout = cache.layout
+        group = checks.heads(qkv, rows, layout, layer) // layout.num_kv_heads
+        assert group <= 16, f"{group} query heads share a KV head; at most 16 may"
+        max_splits = -(-rows.block_tables.shape[1] * layout.block_size // tables.ATTENTION_SPLIT)
+        # Both ways give the same bits; splits over blocks where rows alone would not fill the device.
+        whole = rows.count * layout.num_kv_heads >= 4 * self._processors * (16 // group)
+        target = out.values if whole else self._partials(rows.count * layout.num_kv_heads * group * max_splits, layout)
+        head_dim = layout.head_dim
+        width = min(max_splits, max(1, -(-4 * self._processors // (rows.count * layout.num_kv_heads))))
+        self._launch(
+            ("attention", "attend_rows" if whole else "attend_splits"),
+            (1 if whole else width, layout.num_kv_heads, rows.count),
+            128,
+            (
+                qkv,
+                cache.keys[layer],
+                cache.values[layer],
+                self._tiles,
+                rows.positions,
+                rows.sequences,
+                rows.block_tables,
+                target,
+                _int(rows.block_tables.shape[1]),
+                _int(_shift(layout)),
+                _int(group),
+                _int(layout.num_kv_heads),
+                _int(max_splits),
+                _float(scale * LOG2_E),
+            ),
+            shared=tables.attention_shared_bytes(head_dim),
+            HEAD_DIM=head_dim,
+        )
+        if not whole:
+            self._launch(
+                ("attention", "combine_splits"),
+                (rows.count, layout.num_kv_heads),
+                32 * min(group, 32),
+                (target, rows.positions, out.values, _int(group), _int(layout.num_kv_heads), _int(max_splits)),
+                HEAD_DIM=head_dim,
+            )
+        self._make_fragments(out, rows.count)
+
+    def gather_rows(self, x: Array, indices: Array, out: Array, count: int) -> None:
+        checks.gather_rows(x, indices, out, count)
+        self._launch(
+            ("rows", "gather_rows"),
+            (count,),
+            256,
+            (x, indices, out, _int(x.shape[1])),
+            BITS=4,
+            GROUP=32,
+            HAS_MIN=0,
+            SCALE_F32=0,
+        )
+
+    def sample(self, logits: Array, batch: SamplingBatch) -> SampleOutput:
+        rows, vocab = batch.rows, logits.shape[1]
+        width = max(int(batch.logprobs.max(initial=0)), 0)
+        if self._work.size < rows * vocab:
+            self._work = cupy.empty(rows * vocab, cupy.float32)
+        with self._stream:
+            names = (
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+                "repetition",
+                "presence",
+                "frequency",
+                "seed",
+                "position",
+            )
+            lists = (
+                "logprobs",
+                "bias_offsets",
+                "bias_ids",
+                "bias_values",
+                "history_offsets",
+                "history_ids",
+                "history_counts",
+            )
+            inputs = [cupy.asarray(getattr(batch, name)) for name in (*names, *lists)]
+            token_ids, logprobs = cupy.empty(rows, cupy.int32), cupy.empty(rows, cupy.float32)
+            top_ids, top_logprobs = cupy.empty((rows, width), cupy.int32), cupy.empty((rows, width), cupy.float32)
+            outputs = (token_ids, logprobs, top_ids, top_logprobs)
+            self._launch(
+                ("sample", "sample"), (rows,), 1024, (logits, self._work, _int(vocab), *inputs, *outputs, _int(width))
+            )
+            return SampleOutput(*(self.read(array) for array in outputs))
+
+    # -- launches ----------------------------------------------------------------------------------------------------
+
+    def _launch(
+        self,
+        kernel: tuple[str, str],
+        grid: tuple[int, ...],
+        threads: int,
+        arguments: tuple[Any, ...],
+        *,
+        shared: int = 0,
+        **defines: int,
+    ) -> None:
+        function = self._modules.function(kernel[0], kernel[1], shared, defines)
+        function(grid, (threads,), arguments, shared_mem=shared, stream=self._stream)
+
+    def _multiply(
+        self, x: Activations, weight: weights.CudaWeight, out: Array, rows: int, bias: Array | None, accumulate: bool
+    ) -> None:
+        assert x.blocks == weight.blocks, f"x has {x.shape[1]} channels, the weight takes {weight.inputs}"
+        num_slices = tables.slices(weight.blocks)
+        for part in weight.parts:
+            few = rows <= 16
+            choose = tables.few_tokens(rows, weight.gated, num_slices, part.channels) if few else None
+            variant = choose or tables.many_tokens(rows, weight.gated)
+            grid_x, grid_y = -(-part.tiles * weights.TILE // variant.channels), -(-rows // variant.tokens)
+            # Few blocks: each slice gets its own, and the last to arrive adds them in order. The bits are the same.
+            split = not few and num_slices > 1 and grid_x * grid_y < 2 * self._processors
+            sums = self._slice_sums
+            if split:
+                need = num_slices * grid_x * grid_y * variant.tokens * variant.channels
+                sums = self._slice_sums = self._grown(sums, need)
+            arguments = (
+                part.integers,
+                part.scale,
+                part.minimum,
+                x.fragments,
+                x.scales,
+                np.uint64(0 if bias is None else bias.data.ptr + 4 * part.first),
+                np.uint64(out.data.ptr + 4 * part.first),
+                _int(rows),
+                _int(part.channels),
+                _int(out.shape[1]),
+                _int(part.tiles),
+                _int(part.blocks),
+                _int(accumulate),
+                sums,
+                self._arrived,
+                _int(num_slices),
+            )
+            grid = (grid_x, 1 if few else grid_y, num_slices if split else 1)
+            shared = variant.shared_bytes(part.bits)
+            self._launch(("linear", variant.name), grid, variant.threads, arguments, shared=shared, **part.defines)
+
+    def _make_fragments(self, x: Activations, rows: int) -> None:
+        arguments = (x.values, x.fragments, x.scales, _int(x.shape[1]), _int(x.blocks))
+        self._launch(("activation", "prepare_rows"), (rows,), 256, arguments, shared=x.blocks * 256)
+
+    def _values_of(self, x: Activations) -> NDArray[np.float32]:
+        """What the fragments hold, float32 [rows, channels]: what a product sees."""
+        words: NDArray[np.uint32] = x.fragments.get(stream=self._stream, blocking=True)
+        scales: NDArray[np.float32] = x.scales.get(stream=self._stream, blocking=True)
+        tiles, blocks = words.shape[:2]
+        # tile, block, pair of steps, token, lane column, step of the pair, half, element
+        halves = words.view(np.float16).reshape(tiles, blocks, 2, 8, 4, 2, 2, 2)
+        rows = halves.transpose(0, 3, 1, 2, 5, 6, 4, 7).reshape(tiles * 8, blocks * tables.BLOCK_K)
+        values = rows.astype(np.float32) * scales[:, None]
+        return np.ascontiguousarray(values[: x.shape[0], : x.shape[1]])
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def _keep(self, weight: weights.CudaWeight) -> weights.CudaWeight:
+        self._resident_bytes += weight.nbytes
+        return weight
+
+    def _grown(self, buffer: Any, size: int) -> Any:
+        if buffer.size >= size:
+            return buffer
+        assert not self._capturing, "a buffer grows while a step is recorded"
+        # A recorded step may still name the old buffer: it goes with the graphs.
+        self._stream.synchronize()
+        self._graphs.clear()
+        return cupy.empty(size, cupy.float32)
+
+    def _partials(self, rows: int, layout: KVLayout) -> Any:
+        self._partial = self._grown(self._partial, rows * (layout.head_dim + 2))
+        return self._partial
+
+    def _tile_buffer(self, rows: int) -> Any:
+        if len(self._tiles) < rows:
+            assert not self._capturing, "a buffer grows while a step is recorded"
+            self._graphs.clear()
+            self._tiles = cupy.zeros((rows, 2), cupy.int32)
+        return self._tiles
+
+
+def _shift(layout: KVLayout) -> int:
+    return layout.block_size.bit_length() - 1

@@ -1,0 +1,100 @@
+// What every kernel source starts with: register-level access to the tensor cores and to asynchronous copies.
+//
+// No headers are included, so that NVRTC compiles without a toolkit. Half precision is carried in u16 and u32 (two halves).
+// The build passes -fmad=false: a fused multiply-add happens only where it is written.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// -- half precision ----------------------------------------------------------------------------------------------------
+
+DEVICE float half_to_float(u16 h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+DEVICE u16 float_to_half(float f) {
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+
+// The first argument lands in the low half.
+DEVICE u32 floats_to_half2(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+DEVICE u32 half2_sub(u32 a, u32 b) {
+    u32 r;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+DEVICE u32 half2_fma(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+// (a & b) | c in one instruction.
+DEVICE u32 and_or(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+// -- tensor cores ------------------------------------------------------------------------------------------------------
+
+// c[16 x 8] += a[16 x 16] b[16 x 8], half in, float accumulate. A lane holds rows lane / 4 and + 8 of a and c, columns
+// 2 (lane % 4) and + 1 of c, and column lane / 4 of b. An element depends on its row of a and its column of b alone.
+DEVICE void mma_16x8x16(float* c, const u32* a, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE void load_matrix_4(u32* r, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+DEVICE void load_matrix_4_transposed(u32* r, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+// -- memory ------------------------------------------------------------------------------------------------------------
+
+// Weights are read once a step: past the L1, so that it keeps the activations.
+DEVICE uint4 load_streaming(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+
+// 16 bytes from global to shared memory; `bytes` of them (16 or 0) are read, the rest is zero.
+DEVICE void copy_async_16(u32 to, const void* from, int bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+}
+
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;"); }
+
+template <int N>
+DEVICE void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N));
+}

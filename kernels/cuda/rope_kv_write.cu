@@ -1,0 +1,66 @@
+// Queries and keys turned by their absolute position, keys and values written to the paged cache in half precision.
+//
+// qkv [rows, (Hq + 2 Hkv) * HEAD_DIM] float32: query heads are turned in place; key heads are turned and, like the value heads,
+// written to the cache at the row's slot. With norms, query and key heads are RMS-normalised over HEAD_DIM first (Qwen3).
+// Cache [blocks][Hkv][block size][HEAD_DIM]; slot = block * block size + offset. Values beyond half precision are held at its ends.
+// cos, sin [positions][rotary / 2]; INTERLEAVED pairs channels (2i, 2i + 1), else (i, i + rotary / 2).
+//
+// grid (rows, Hq + 2 Hkv); one warp a head. The norm's sum: lane d adds channels d, d + 32, ... ascending, then a fixed tree.
+// Defines: HEAD_DIM up to 256, INTERLEAVED, NORMS.
+
+constexpr int OWN = (HEAD_DIM + 31) / 32;
+
+DEVICE u16 saturated_half(float v) {
+    // Written so that a NaN stays one.
+    v = v > 65504.f ? 65504.f : v;
+    v = v < -65504.f ? -65504.f : v;
+    return float_to_half(v);
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+    rope_kv_write(float* qkv, const int* positions, const int* slots, const float* cos, const float* sin, u16* keys, u16* values,
+                  const float* q_norm, const float* k_norm, float eps, int query_heads, int kv_heads, int rotary, int block_shift) {
+    __shared__ float head[HEAD_DIM];
+    const int row = blockIdx.x, h = blockIdx.y, lane = threadIdx.x;
+    float* at = qkv + ((size_t)row * (query_heads + 2 * kv_heads) + h) * HEAD_DIM;
+    const bool is_value = h >= query_heads + kv_heads, is_query = h < query_heads;
+    float v[OWN];
+    UNROLL for (int j = 0; j < OWN; j++) v[j] = j * 32 + lane < HEAD_DIM ? at[j * 32 + lane] : 0.f;
+#if NORMS
+    if (!is_value) {
+        float squares = 0.f;
+        UNROLL for (int j = 0; j < OWN; j++) squares = __fmaf_rn(v[j], v[j], squares);
+        UNROLL for (int d = 16; d > 0; d >>= 1) squares = __fadd_rn(squares, __shfl_xor_sync(~0u, squares, d));
+        const float factor = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(squares, (float)HEAD_DIM), eps)));
+        const float* weight = is_query ? q_norm : k_norm;
+        UNROLL for (int j = 0; j < OWN; j++)
+            if (j * 32 + lane < HEAD_DIM) v[j] = __fmul_rn(__fmul_rn(v[j], factor), weight[j * 32 + lane]);
+    }
+#endif
+    if (!is_value) {
+        UNROLL for (int j = 0; j < OWN; j++) if (j * 32 + lane < HEAD_DIM) head[j * 32 + lane] = v[j];
+        __syncwarp();
+        const float *c = cos + (size_t)positions[row] * (rotary / 2), *s = sin + (size_t)positions[row] * (rotary / 2);
+        UNROLL for (int j = 0; j < OWN; j++) {
+            const int d = j * 32 + lane;
+            if (d >= rotary) continue;
+#if INTERLEAVED
+            const int pair = d >> 1, other = d ^ 1;
+            const bool first = (d & 1) == 0;
+#else
+            const bool first = d < rotary / 2;
+            const int pair = first ? d : d - rotary / 2, other = first ? d + rotary / 2 : d - rotary / 2;
+#endif
+            const float turned = __fmul_rn(head[other], s[pair]);
+            v[j] = __fmaf_rn(v[j], c[pair], first ? -turned : turned);
+        }
+    }
+    if (is_query) {
+        UNROLL for (int j = 0; j < OWN; j++) if (j * 32 + lane < HEAD_DIM) at[j * 32 + lane] = v[j];
+        return;
+    }
+    const int slot = slots[row], kv_head = (h - query_heads) % kv_heads;
+    const size_t place = ((((size_t)(slot >> block_shift) * kv_heads + kv_head) << block_shift) + (slot & ((1 << block_shift) - 1)));
+    u16* to = (is_value ? values : keys) + place * HEAD_DIM;
+    UNROLL for (int j = 0; j < OWN; j++) if (j * 32 + lane < HEAD_DIM) to[j * 32 + lane] = saturated_half(v[j]);
+}

@@ -1,0 +1,235 @@
+// One token a row; kernels/sampling.py has the rule. One block of 1024 threads a row; no row looks at another.
+//
+// Every decision is exact or in a fixed order, so a row's token and logprobs depend on its own logits and parameters alone:
+// maxima and thresholds are exact; the log-softmax adds float64 partial sums of a fixed set of ids in a fixed tree; top-k counts
+// with integers; top-p adds integer weights round(exp(x) * 2^40), which in any order give the same sum.
+//
+// logits [rows, vocab] float32, unchanged. work [rows, vocab] float32. Parameter arrays: see SamplingBatch.
+// Out: token_ids, logprobs [rows]; top_ids, top_logprobs [rows, top_width].
+
+constexpr int THREADS = 1024, WARPS = THREADS / 32;
+#define INFINITE __uint_as_float(0x7f800000u)
+
+// -- order-free reductions over the block --------------------------------------------------------------------------------
+
+// Larger floats get larger keys; NaN never wins: it gets the smallest.
+DEVICE u32 key_of(float v) {
+    const u32 bits = __float_as_uint(v);
+    return v != v ? 0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+DEVICE float value_of(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
+// The largest (key, lower id first) as one integer.
+DEVICE u64 ranked(float v, int id) { return ((u64)key_of(v) << 32) | (u32)~id; }
+DEVICE int id_of(u64 rank) { return (int)~(u32)rank; }
+
+DEVICE u64 block_max(u64 v) {
+    __shared__ u64 scratch[WARPS];
+    UNROLL for (int d = 16; d > 0; d >>= 1) {
+        const u64 other = __shfl_xor_sync(~0u, v, d);
+        v = other > v ? other : v;
+    }
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
+    __syncthreads();
+    v = scratch[threadIdx.x & 31];
+    UNROLL for (int d = 16; d > 0; d >>= 1) {
+        const u64 other = __shfl_xor_sync(~0u, v, d);
+        v = other > v ? other : v;
+    }
+    return v;
+}
+
+DEVICE double block_sum(double v) {
+    __shared__ double scratch[WARPS];
+    UNROLL for (int d = 16; d > 0; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
+    __syncthreads();
+    v = scratch[threadIdx.x & 31];
+    UNROLL for (int d = 16; d > 0; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
+    return v;
+}
+
+// -- thresholds --------------------------------------------------------------------------------------------------------------
+
+DEVICE u64 weight_of(float x) { return (u64)__double2ull_rn(exp((double)x) * 1099511627776.0); }
+
+// The key at which the weights of the ids with key >= `floor`, added from the largest key down, reach `target`. A weight is 1, or
+// with WEIGHTED the integer of exp(x). Four rounds of 256 bins over the digits of the key, highest first.
+template <bool WEIGHTED>
+DEVICE u32 descend(const float* x, int count, u32 floor, u64 target) {
+    __shared__ u64 bins[256];
+    __shared__ u64 reached;
+    __shared__ u32 prefix;
+    if (threadIdx.x == 0) {
+        reached = 0;
+        prefix = 0;
+    }
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        __syncthreads();
+        if (threadIdx.x < 256) bins[threadIdx.x] = 0;
+        __syncthreads();
+        const u32 wanted = prefix;
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            const u32 key = key_of(x[i]);
+            if (key >= floor && (shift == 24 || key >> (shift + 8) == wanted))
+                atomicAdd(bins + ((key >> shift) & 255), WEIGHTED ? weight_of(x[i]) : 1ull);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int digit = 255;
+            while (digit > 0 && reached + bins[digit] < target) reached += bins[digit--];
+            prefix = (prefix << 8) | digit;
+        }
+    }
+    __syncthreads();
+    return prefix;
+}
+
+DEVICE u64 total_weight(const float* x, int count, u32 floor) {
+    __shared__ u64 total;
+    if (threadIdx.x == 0) total = 0;
+    __syncthreads();
+    u64 own = 0;
+    for (int i = threadIdx.x; i < count; i += THREADS)
+        if (key_of(x[i]) >= floor) own += weight_of(x[i]);
+    atomicAdd(&total, own);
+    __syncthreads();
+    return total;
+}
+
+// -- noise ----------------------------------------------------------------------------------------------------------------
+
+// Philox 4x32-10 (Salmon et al., 2011): key = seed, counter = (id / 4, position, 0, 0); lane id % 4.
+DEVICE uint4 philox(u64 seed, u32 block, u32 position) {
+    u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
+    uint4 c = make_uint4(block, position, 0, 0);
+    UNROLL for (int round = 0; round < 10; round++) {
+        const u32 high0 = __umulhi(0xD2511F53u, c.x), low0 = 0xD2511F53u * c.x;
+        const u32 high1 = __umulhi(0xCD9E8D57u, c.z), low1 = 0xCD9E8D57u * c.z;
+        c = make_uint4(high1 ^ c.y ^ k0, low1, high0 ^ c.w ^ k1, low0);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return c;
+}
+
+DEVICE double gumbel(u32 word) { return -log(-log(((double)word + 0.5) * 2.3283064365386963e-10)); }
+
+// -- the row ----------------------------------------------------------------------------------------------------------------
+
+DEVICE u64 largest(const float* x, int count) {
+    u64 best = 0;
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        const u64 rank = ranked(x[i], i);
+        best = rank > best ? rank : best;
+    }
+    return block_max(best);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sample(const float* logits, float* work, int vocab, const float* temperature, const int* top_k, const float* top_p,
+           const float* min_p, const float* repetition, const float* presence, const float* frequency, const u64* seed,
+           const long long* position, const int* num_logprobs, const long long* bias_offsets, const int* bias_ids,
+           const float* bias_values, const long long* history_offsets, const int* history_ids, const int* history_counts,
+           int* token_ids, float* logprobs, int* top_ids, float* top_logprobs, int top_width) {
+    const int row = blockIdx.x;
+    const float* raw = logits + (size_t)row * vocab;
+    float* x = work + (size_t)row * vocab;
+
+    const u64 first = largest(raw, vocab);
+    const int wanted = num_logprobs[row];
+    double log_sum = 0.0;
+    const float model_max = value_of((u32)(first >> 32));
+    if (wanted >= 0) {
+        double own = 0.0;
+        for (int i = threadIdx.x; i < vocab; i += THREADS) own += exp((double)raw[i] - (double)model_max);
+        log_sum = log(block_sum(own)) + (double)model_max;
+        u64 below = ~0ull;
+        for (int n = 0; n < top_width; n++) {
+            int id = -1;
+            if (n < wanted && n < vocab) {
+                u64 best = 0;
+                for (int i = threadIdx.x; i < vocab; i += THREADS) {
+                    const u64 rank = ranked(raw[i], i);
+                    if (rank < below && rank > best) best = rank;
+                }
+                below = block_max(best);
+                id = id_of(below);
+            }
+            if (threadIdx.x == 0) {
+                top_ids[row * top_width + n] = id;
+                top_logprobs[row * top_width + n] = id < 0 ? __uint_as_float(0x7fc00000u) : (float)((double)raw[id] - log_sum);
+            }
+        }
+    } else {
+        for (int n = threadIdx.x; n < top_width; n += THREADS) {
+            top_ids[row * top_width + n] = -1;
+            top_logprobs[row * top_width + n] = __uint_as_float(0x7fc00000u);
+        }
+    }
+
+    const bool adjusted = bias_offsets[row] < bias_offsets[row + 1] || history_offsets[row] < history_offsets[row + 1];
+    int chosen = (u32)(first >> 32) == 0 ? 0 : id_of(first);
+    if (adjusted || temperature[row] != 0.f) {
+        for (int i = threadIdx.x; i < vocab; i += THREADS) x[i] = raw[i];
+        __syncthreads();
+        // An id may be named more than once, and sums have an order: so one thread. These lists are short.
+        if (threadIdx.x == 0)
+            for (long long i = bias_offsets[row]; i < bias_offsets[row + 1]; i++)
+                x[bias_ids[i]] = __fadd_rn(x[bias_ids[i]], bias_values[i]);
+        __syncthreads();
+        for (long long i = history_offsets[row] + threadIdx.x; i < history_offsets[row + 1]; i += THREADS) {
+            float v = x[history_ids[i]];
+            v = v > 0.f ? __fdiv_rn(v, repetition[row]) : __fmul_rn(v, repetition[row]);
+            if (history_counts[i] > 0)
+                v = __fsub_rn(v, __fadd_rn(__fmul_rn(frequency[row], (float)history_counts[i]), presence[row]));
+            x[history_ids[i]] = v;
+        }
+        __syncthreads();
+        const u64 best = largest(x, vocab);
+        const float highest = value_of((u32)(best >> 32));
+        chosen = (u32)(best >> 32) == 0 ? 0 : id_of(best);
+        if (temperature[row] != 0.f && fabsf(highest) < INFINITE) {
+            for (int i = threadIdx.x; i < vocab; i += THREADS)
+                x[i] = __fdiv_rn(__fsub_rn(x[i], highest), temperature[row]);
+            __syncthreads();
+            u32 floor = 1;  // above NaN
+            if (top_k[row] > 0 && top_k[row] < vocab) floor = max(floor, descend<false>(x, vocab, floor, top_k[row]));
+            if (min_p[row] > 0.f) floor = max(floor, key_of((float)log((double)min_p[row])));
+            if (top_p[row] < 1.f) {
+                const u64 target = (u64)ceil((double)top_p[row] * (double)total_weight(x, vocab, floor));
+                floor = max(floor, descend<true>(x, vocab, floor, target > 1 ? target : 1));
+            }
+            u64 id_best = 0;
+            double value_best = -(double)INFINITE;
+            for (int quad = threadIdx.x; quad * 4 < vocab; quad += THREADS) {
+                bool any = false;
+                UNROLL for (int j = 0; j < 4; j++) any = any || (quad * 4 + j < vocab && key_of(x[quad * 4 + j]) >= floor);
+                if (!any) continue;
+                const uint4 words = philox(seed[row], quad, (u32)position[row]);
+                UNROLL for (int j = 0; j < 4; j++) {
+                    const int id = quad * 4 + j;
+                    if (id >= vocab || key_of(x[id]) < floor) continue;
+                    const double v = (double)x[id] + gumbel(j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w);
+                    // Ascending ids: an equal value later does not replace an earlier one.
+                    if (v > value_best) {
+                        value_best = v;
+                        id_best = id;
+                    }
+                }
+            }
+            // Over threads: the largest value, then the lowest id. A double's order is that of its bits, folded as for floats.
+            const long long bits = __double_as_longlong(value_best);
+            const u64 key = bits < 0 ? ~(u64)bits : (u64)bits | 0x8000000000000000ull;
+            const u64 winner = block_max(key);
+            chosen = id_of(block_max(key == winner ? (1ull << 63) | (u32)~(int)id_best : 0));
+        }
+    }
+    if (threadIdx.x == 0) {
+        token_ids[row] = chosen;
+        logprobs[row] = wanted >= 0 ? (float)((double)raw[chosen] - log_sum) : __uint_as_float(0x7fc00000u);
+    }
+}
