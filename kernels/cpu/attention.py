@@ -40,18 +40,32 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
+# What a thread's scratch holds: integers, then float32.
+_COUNTS = 0
+_KEY_OCTETS = MAX_PAIRS
+_VALUE_OCTETS = _KEY_OCTETS + _OCTETS
+_INTEGERS = _VALUE_OCTETS + _OCTETS
+_MAXIMA = 0
+_SUMS = MAX_PAIRS
+_PART_MAXIMA = 2 * MAX_PAIRS
+_PART_SUMS = 3 * MAX_PAIRS
+_SCORES = 4 * MAX_PAIRS
+_QUERIES = _SCORES + MAX_PAIRS * SPLIT
+
+
 def attention_scratch_bytes(head_dim: int) -> int:
     """Bytes that `paged_attention` needs of scratch a thread."""
     padded = -(-head_dim // LANES) * LANES
-    return 4 * MAX_PAIRS * (head_dim + SPLIT + 2 * padded + 4) + 8 * (MAX_PAIRS + 2 * _OCTETS)
+    return 8 * _INTEGERS + 4 * (_QUERIES + MAX_PAIRS * (head_dim + 2 * padded))
 
 
 def _score_kernel(pairs: int) -> Callable[..., Any]:
-    """Scores of `pairs` pairs with one tile of positions."""
+    """Scores of `pairs` pairs from `pair` on with one tile of positions."""
     count = pairs * (TILE // LANES)
 
     @jit
-    def kernel(q, q_offset, q_stride, keys, octets, first, dim, scores, scores_offset):
+    def kernel(work, octets, keys, dim, pair, pairs_all, tile):
+        first = _KEY_OCTETS + tile // OCTET
         a = octets[first]
         b = octets[first + 1]
         c = octets[first + 2]
@@ -63,14 +77,15 @@ def _score_kernel(pairs: int) -> Callable[..., Any]:
         sums = simd.zeros(count)
         for channel in range(dim):
             at = channel * OCTET
-            tile = (
+            row = (
                 simd.load_halves(keys, a + at, b + at),
                 simd.load_halves(keys, c + at, d + at),
                 simd.load_halves(keys, e + at, f + at),
                 simd.load_halves(keys, g + at, h + at),
             )
-            sums = simd.outer_fma(sums, simd.scalars(q, q_offset + channel * q_stride, 1, pairs), tile)
-        simd.store_rows(scores, scores_offset, SPLIT, sums, 4)
+            column = simd.scalars(work, _QUERIES + channel * pairs_all + pair, 1, pairs)
+            sums = simd.outer_fma(sums, column, row)
+        simd.store_rows(work, _SCORES + pair * SPLIT + tile, SPLIT, sums, 4)
 
     return kernel
 
@@ -79,13 +94,14 @@ def _value_kernel(pairs: int, columns: int) -> Callable[..., Any]:
     """Adds the weighted values of positions begin..end - 1 of a split to `pairs` outputs, `columns` vectors of each."""
 
     @jit
-    def kernel(weights, weights_offset, values, octets, stride, channel, begin, end, out, out_offset):
-        sums = simd.load_rows(out, out_offset, stride, pairs, columns)
+    def kernel(work, octets, values, stride, pair, channel, begin, end, out):
+        weights = _SCORES + pair * SPLIT
+        sums = simd.load_rows(work, out, stride, pairs, columns)
         for j in range(begin, end):
-            at = octets[j // OCTET] + (j % OCTET) * stride + channel
-            column = simd.scalars(weights, weights_offset + j, SPLIT, pairs)
+            at = octets[_VALUE_OCTETS + j // OCTET] + (j % OCTET) * stride + channel
+            column = simd.scalars(work, weights + j, SPLIT, pairs)
             sums = simd.outer_fma(sums, column, simd.vectors(values, at, columns))
-        simd.store_rows(out, out_offset, stride, sums, columns)
+        simd.store_rows(work, out, stride, sums, columns)
 
     return kernel
 
@@ -96,163 +112,151 @@ _narrow_1, _narrow_2, _narrow_3, _narrow_4 = (_value_kernel(pairs, 1) for pairs 
 
 
 @jit
-def _scores(pairs, q, q_offset, q_stride, keys, octets, first, dim, scores, scores_offset):
-    if pairs == 4:
-        _scores_4(q, q_offset, q_stride, keys, octets, first, dim, scores, scores_offset)
-    elif pairs == 3:
-        _scores_3(q, q_offset, q_stride, keys, octets, first, dim, scores, scores_offset)
-    elif pairs == 2:
-        _scores_2(q, q_offset, q_stride, keys, octets, first, dim, scores, scores_offset)
+def _scores(work, octets, keys, dim, first, group, pairs, tile):
+    """Scores of `group` pairs from `first` on of all `pairs`."""
+    if group == 4:
+        _scores_4(work, octets, keys, dim, first, pairs, tile)
+    elif group == 3:
+        _scores_3(work, octets, keys, dim, first, pairs, tile)
+    elif group == 2:
+        _scores_2(work, octets, keys, dim, first, pairs, tile)
     else:
-        _scores_1(q, q_offset, q_stride, keys, octets, first, dim, scores, scores_offset)
+        _scores_1(work, octets, keys, dim, first, pairs, tile)
 
 
 @jit
-def _values(pairs, weights, weights_offset, values, octets, stride, begin, end, out, out_offset):
-    if begin >= end:
-        return
+def _values(work, octets, values, stride, first, group, begin, end, out):
+    """Adds the values of positions begin..end - 1 to the outputs at `out` of `group` pairs from `first` on."""
     channel = 0
-    while channel + WIDE * LANES <= stride:
-        at = out_offset + channel
-        if pairs == 4:
-            _wide_4(weights, weights_offset, values, octets, stride, channel, begin, end, out, at)
-        elif pairs == 3:
-            _wide_3(weights, weights_offset, values, octets, stride, channel, begin, end, out, at)
-        elif pairs == 2:
-            _wide_2(weights, weights_offset, values, octets, stride, channel, begin, end, out, at)
-        else:
-            _wide_1(weights, weights_offset, values, octets, stride, channel, begin, end, out, at)
-        channel += WIDE * LANES
     while channel < stride:
-        at = out_offset + channel
-        if pairs == 4:
-            _narrow_4(weights, weights_offset, values, octets, stride, channel, begin, end, out, at)
-        elif pairs == 3:
-            _narrow_3(weights, weights_offset, values, octets, stride, channel, begin, end, out, at)
-        elif pairs == 2:
-            _narrow_2(weights, weights_offset, values, octets, stride, channel, begin, end, out, at)
+        if channel + WIDE * LANES <= stride:
+            if group == 4:
+                _wide_4(work, octets, values, stride, first, channel, begin, end, out + channel)
+            elif group == 3:
+                _wide_3(work, octets, values, stride, first, channel, begin, end, out + channel)
+            elif group == 2:
+                _wide_2(work, octets, values, stride, first, channel, begin, end, out + channel)
+            else:
+                _wide_1(work, octets, values, stride, first, channel, begin, end, out + channel)
+            channel += WIDE * LANES
         else:
-            _narrow_1(weights, weights_offset, values, octets, stride, channel, begin, end, out, at)
-        channel += LANES
+            if group == 4:
+                _narrow_4(work, octets, values, stride, first, channel, begin, end, out + channel)
+            elif group == 3:
+                _narrow_3(work, octets, values, stride, first, channel, begin, end, out + channel)
+            elif group == 2:
+                _narrow_2(work, octets, values, stride, first, channel, begin, end, out + channel)
+            else:
+                _narrow_1(work, octets, values, stride, first, channel, begin, end, out + channel)
+            channel += LANES
 
 
 @jit
-def _softmax(scores, offset, count):
-    """simd.exp(score - maximum) of the first `count` scores in place; their maximum and sum.
+def _softmax(work, offset, count):
+    """exp(score - maximum) of the first `count` scores in place; their maximum and sum.
 
     The maximum starts from the lowest finite number, so that scores of minus infinity weigh nothing.
     """
     highest = simd.broadcast(_LOWEST)
     for j in range(0, count, LANES):
-        highest = simd.larger(simd.first_lanes(simd.load(scores, offset + j), count - j, _LOWEST), highest)
+        highest = simd.larger(simd.first_lanes(simd.load(work, offset + j), count - j, _LOWEST), highest)
     maximum = simd.fold_larger(highest)
     shift = simd.broadcast(maximum)
     total = simd.broadcast(_ZERO)
     for j in range(0, count, LANES):
-        weights = simd.first_lanes(simd.exp(simd.sub(simd.load(scores, offset + j), shift)), count - j, _ZERO)
-        simd.store(scores, offset + j, weights)
+        weights = simd.first_lanes(simd.exp(simd.sub(simd.load(work, offset + j), shift)), count - j, _ZERO)
+        simd.store(work, offset + j, weights)
         total = simd.add(total, weights)
     return maximum, simd.fold_add(total)
 
 
 @jit
 def _attend(
-    qkv, positions, table, k_cache, v_cache, scale, out, scratch, first_row, end_row, first_head, end_head, kv_head
+    qkv, positions, tables, table, k_cache, v_cache, scale, out, octets, work, first_row, end_row, first_head, end_head
 ):
-    """Rows first_row..end_row - 1 of one sequence with query heads first_head..end_head - 1 of one KV head."""
+    """Rows first_row..end_row - 1 of one sequence with query heads first_head..end_head - 1 of one KV head.
+
+    tables: all block tables in one dimension; `table` is where the sequence's starts. octets, work: scratch.
+    """
+    kv_heads = k_cache.shape[1]
     dim = k_cache.shape[3]
     block_size = v_cache.shape[2]
     stride = v_cache.shape[3]
-    kv_heads = k_cache.shape[1]
     octets_a_block = block_size // OCTET
     keys = k_cache.reshape(k_cache.size)
     values = v_cache.reshape(v_cache.size)
+    kv_head = first_head // ((qkv.shape[1] // dim - 2 * kv_heads) // kv_heads)
     heads = end_head - first_head
     pairs = (end_row - first_row) * heads
-
-    begin = 0
-    end = 8 * MAX_PAIRS
-    counts = scratch[begin:end].view(np.int64)
-    begin, end = end, end + 8 * _OCTETS
-    key_octets = scratch[begin:end].view(np.int64)
-    begin, end = end, end + 8 * _OCTETS
-    value_octets = scratch[begin:end].view(np.int64)
-    begin, end = end, end + 4 * MAX_PAIRS
-    maxima = scratch[begin:end].view(np.float32)
-    begin, end = end, end + 4 * MAX_PAIRS
-    sums = scratch[begin:end].view(np.float32)
-    begin, end = end, end + 4 * MAX_PAIRS
-    part_maxima = scratch[begin:end].view(np.float32)
-    begin, end = end, end + 4 * MAX_PAIRS
-    part_sums = scratch[begin:end].view(np.float32)
-    begin, end = end, end + 4 * MAX_PAIRS * dim
-    q = scratch[begin:end].view(np.float32)
-    begin, end = end, end + 4 * MAX_PAIRS * SPLIT
-    scores = scratch[begin:end].view(np.float32)
-    begin, end = end, end + 4 * MAX_PAIRS * stride
-    total = scratch[begin:end].view(np.float32)
-    begin, end = end, end + 4 * MAX_PAIRS * stride
-    part = scratch[begin:end].view(np.float32)
+    total = _QUERIES + MAX_PAIRS * dim
+    part = total + MAX_PAIRS * stride
 
     for row in range(first_row, end_row):
         for head in range(first_head, end_head):
             pair = (row - first_row) * heads + head - first_head
-            counts[pair] = np.int64(positions[row]) + 1
+            octets[_COUNTS + pair] = np.int64(positions[row]) + 1
             for d in range(dim):
-                q[d * pairs + pair] = qkv[row, head * dim + d] * scale
+                work[_QUERIES + d * pairs + pair] = qkv[row, head * dim + d] * scale
 
-    longest = counts[pairs - 1]
+    longest = octets[_COUNTS + pairs - 1]
     for split in range(0, longest, SPLIT):
         length = min(longest - split, SPLIT)
         # A tile that reaches past the last position loads its last octet again.
         last = (length - 1) // OCTET
         for octet in range(_OCTETS):
             at = split // OCTET + min(octet, last)
-            block = np.int64(table[at // octets_a_block])
+            block = np.int64(tables[table + at // octets_a_block])
             inner = (block * kv_heads + kv_head) * octets_a_block + at % octets_a_block
-            key_octets[octet] = inner * dim * OCTET
-            value_octets[octet] = inner * OCTET * stride
+            octets[_KEY_OCTETS + octet] = inner * dim * OCTET
+            octets[_VALUE_OCTETS + octet] = inner * OCTET * stride
         for tile in range(0, length, TILE):
-            for pair in range(0, pairs, 4):
-                group = min(4, pairs - pair)
-                if counts[pair + group - 1] > split + tile:
-                    _scores(group, q, pair, pairs, keys, key_octets, tile // OCTET, dim, scores, pair * SPLIT + tile)
+            for first in range(0, pairs, 4):
+                group = min(4, pairs - first)
+                if octets[_COUNTS + first + group - 1] > split + tile:
+                    _scores(work, octets, keys, dim, first, group, pairs, tile)
         for pair in range(pairs):
-            count = min(counts[pair] - split, SPLIT)
+            count = min(octets[_COUNTS + pair] - split, SPLIT)
             if count > 0:
-                part_maxima[pair], part_sums[pair] = _softmax(scores, pair * SPLIT, count)
-        part[: pairs * stride] = _ZERO
-        for pair in range(0, pairs, 4):
-            group = min(4, pairs - pair)
-            common = min(max(counts[pair] - split, 0), SPLIT)
-            _values(group, scores, pair * SPLIT, values, value_octets, stride, 0, common, part, pair * stride)
-            for i in range(pair, pair + group):
-                count = min(counts[i] - split, SPLIT)
-                _values(1, scores, i * SPLIT, values, value_octets, stride, common, count, part, i * stride)
+                maximum, weight = _softmax(work, _SCORES + pair * SPLIT, count)
+                work[_PART_MAXIMA + pair] = maximum
+                work[_PART_SUMS + pair] = weight
+        for i in range(part, part + pairs * stride):
+            work[i] = _ZERO
+        for first in range(0, pairs, 4):
+            # First what all of a group's pairs see, together; then the rest of each.
+            group = min(4, pairs - first)
+            common = min(octets[_COUNTS + first] - split, SPLIT)
+            for turn in range(-1, group):
+                pair = first + max(turn, 0)
+                begin = 0 if turn < 0 else max(common, 0)
+                end = common if turn < 0 else min(octets[_COUNTS + pair] - split, SPLIT)
+                if begin < end:
+                    together = group if turn < 0 else 1
+                    _values(work, octets, values, stride, pair, together, begin, end, part + pair * stride)
         for pair in range(pairs):
-            if counts[pair] <= split:
+            if octets[_COUNTS + pair] <= split:
                 continue
             start = pair * stride
             if split == 0:
-                maxima[pair] = part_maxima[pair]
-                sums[pair] = part_sums[pair]
+                work[_MAXIMA + pair] = work[_PART_MAXIMA + pair]
+                work[_SUMS + pair] = work[_PART_SUMS + pair]
                 for d in range(dim):
-                    total[start + d] = part[start + d]
+                    work[total + start + d] = work[part + start + d]
                 continue
-            maximum = max(maxima[pair], part_maxima[pair])
-            before = exp_f32(maxima[pair] - maximum)
-            now = exp_f32(part_maxima[pair] - maximum)
-            maxima[pair] = maximum
-            sums[pair] = fma(part_sums[pair], now, sums[pair] * before)
+            maximum = max(work[_MAXIMA + pair], work[_PART_MAXIMA + pair])
+            before = exp_f32(work[_MAXIMA + pair] - maximum)
+            now = exp_f32(work[_PART_MAXIMA + pair] - maximum)
+            work[_MAXIMA + pair] = maximum
+            work[_SUMS + pair] = fma(work[_PART_SUMS + pair], now, work[_SUMS + pair] * before)
             for d in range(dim):
-                total[start + d] = fma(part[start + d], now, total[start + d] * before)
+                work[total + start + d] = fma(work[part + start + d], now, work[total + start + d] * before)
 
     for row in range(first_row, end_row):
         for head in range(first_head, end_head):
             pair = (row - first_row) * heads + head - first_head
-            share = _ONE / sums[pair]
+            share = _ONE / work[_SUMS + pair]
             for d in range(dim):
-                out[row, head * dim + d] = total[pair * stride + d] * share
+                out[row, head * dim + d] = work[total + pair * stride + d] * share
 
 
 @jit
@@ -269,11 +273,15 @@ def paged_attention(
     heads = qkv.shape[1] // k_cache.shape[3] - 2 * kv_heads
     group = heads // kv_heads
     rows_at_once = max(1, MAX_PAIRS // group)
-    work = 0
+    own = scratch[thread]
+    octets = own[: 8 * _INTEGERS].view(np.int64)
+    work = own[8 * _INTEGERS : own.size // 4 * 4].view(np.float32)
+    tables = block_tables.reshape(block_tables.size)
+    cost = 0
     for row in range(rows):
-        work += np.int64(positions[row]) + 1
-    low = work * heads * thread // num_threads
-    high = work * heads * (thread + 1) // num_threads
+        cost += np.int64(positions[row]) + 1
+    low = cost * heads * thread // num_threads
+    high = cost * heads * (thread + 1) // num_threads
     done = 0
     row = 0
     while row < rows and done < high:
@@ -286,22 +294,23 @@ def paged_attention(
         head = min(max(-(-(low - done) // cost), 0), heads)
         end_head = min(max(-(-(high - done) // cost), 0), heads)
         while head < end_head:
-            kv_head = head // group
-            stop = min(min((kv_head + 1) * group, end_head), head + MAX_PAIRS)
+            stop = min(min((head // group + 1) * group, end_head), head + MAX_PAIRS)
+            table = np.int64(sequences[row]) * block_tables.shape[1]
             _attend(
                 qkv,
                 positions,
-                block_tables[sequences[row]],
+                tables,
+                table,
                 k_cache,
                 v_cache,
                 np.float32(scale),
                 out,
-                scratch[thread],
+                octets,
+                work,
                 row,
                 end_row,
                 head,
                 stop,
-                kv_head,
             )
             head = stop
         done += cost * heads

@@ -30,10 +30,10 @@ from shardline.kernels.sampling import SampleOutput, SamplingBatch
 MAX_PROGRAMS = 128
 """Recorded programs that a backend keeps; the longest unused is forgotten."""
 
-SHARES_A_THREAD = 4
+SHARES_A_THREAD = 2
 """Of an op with enough work: more even out threads that run at different speeds, fewer cost less to hand out."""
 
-SHARE_WORK = 60_000
+SHARE_WORK = 100_000
 """Multiply-adds that are worth a share of their own: some microseconds."""
 
 
@@ -95,7 +95,7 @@ class CpuBackend(Backend):
         self._queue: list[_Program] = []
         self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
         self._recording = False
-        self._workspace = aligned_empty((num_threads, 0), "uint8")
+        self._workspace = aligned_empty((num_threads, linear.WORKSPACE_BYTES), "uint8")
         self._attention_scratch = aligned_empty((num_threads, 0), "uint8")
         self._sample_scratch = aligned_empty((num_threads, 0), "uint8")
         self._held: weakref.WeakSet[CpuWeight | CpuKVCache] = weakref.WeakSet()
@@ -239,7 +239,6 @@ class CpuBackend(Backend):
                     0 if bias is None else _address(bias),
                     accumulate,
                     _address(self._workspace),
-                    self._workspace.shape[1],
                 ),
                 (x, weight, out, bias, self._workspace),
             )
@@ -260,7 +259,6 @@ class CpuBackend(Backend):
                 weight.channels,
                 rows,
                 _address(self._workspace),
-                self._workspace.shape[1],
             ),
             (x, weight, out, self._workspace),
         )
@@ -372,9 +370,6 @@ class CpuBackend(Backend):
     def _keep(self, matrix: Matrix | GatedMatrix, parts: NDArray[np.int64]) -> CpuWeight:
         weight = CpuWeight(matrix, parts)
         self._held.add(weight)
-        size = -(-linear.workspace_bytes(weight.inputs) // 64) * 64
-        if size > self._workspace.shape[1]:
-            self._workspace = aligned_empty((self.num_threads, size), "uint8")
         return weight
 
 

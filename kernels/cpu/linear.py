@@ -2,11 +2,10 @@
 
 The order contract, the same for any number of rows and threads. For output channel n and row r, groups g ascending:
 
-    P = 0; P = fma(q[n, k], x[r, k], P) for k ascending in the group
-    T = fma(scale[n, g], P, T); T = fma(minimum[n, g], X[r, g], T), T from zero
+    P = fma(q[n, k], x[r, k], P) and X = X + x[r, k] for k ascending in the group, both from zero
+    T = fma(scale[n, g], P, T), then T = fma(minimum[n, g], X, T), from zero
 
-X[r, g] is the sum of x over the group: 16 lanes each add their k, k + 16, ... in ascending order, then lanes i and
-i + 8 are added, i and i + 4, i and i + 2, i and i + 1. What may change with the number of rows: how many rows share one
+What may change with the number of rows: how many rows share one
 unpacking of a group's integers, and which thread computes a block. Threads split output channels and rows, never K.
 """
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardline.kernels.cpu.intrinsics import fma, half_to_float, pointer
 from shardline.kernels.cpu.jit import jit, operation
-from shardline.kernels.cpu.microkernel import HALF, PASS_BYTES, ROW_TILE, accumulate, group_sum, silu_times
+from shardline.kernels.cpu.microkernel import HALF, PASS_BYTES, ROW_TILE, accumulate, silu_times
 from shardline.kernels.cpu.resident import LANES, Matrix
 
 ROW_CHUNK = 64
@@ -34,12 +33,8 @@ _Q, _SCALE, _MINIMUM, _BITS, _GROUP_SIZE, _GROUPS, _FIRST, _CHANNELS, _HALF = ra
 # Byte offsets in a thread's workspace.
 _GATE_TOTALS = 0
 _UP_TOTALS = 4 * ROW_CHUNK * LANES
-_SUMS = 2 * _UP_TOTALS
-
-
-def workspace_bytes(inputs: int) -> int:
-    """Bytes of scratch that one thread needs for matrices with that many input channels."""
-    return _SUMS + 4 * ROW_CHUNK * (inputs // 16)
+WORKSPACE_BYTES = 2 * _UP_TOTALS
+"""Scratch of one thread."""
 
 
 def tasks(channels: int, rows: int) -> int:
@@ -72,17 +67,7 @@ def describe(matrix: Matrix) -> NDArray[np.int64]:
 
 
 @jit
-def _group_sums(part: Any, x: int, x_stride: int, rows: int, sums: int) -> None:
-    """sums float32 [rows, groups] of the rows at x."""
-    groups, group_size = part[_GROUPS], part[_GROUP_SIZE]
-    target = carray(pointer(sums), (rows, groups), np.float32)
-    for row in range(rows):
-        for group in range(groups):
-            target[row, group] = group_sum(x + 4 * (row * x_stride + group * group_size), group_size)
-
-
-@jit
-def _block_totals(part: Any, block: int, x: int, x_stride: int, rows: int, sums: int, totals: int) -> None:
+def _block_totals(part: Any, block: int, x: int, x_stride: int, rows: int, totals: int) -> None:
     """totals float32 [rows, 64] = rows of x times the block's channels."""
     groups, group_size, bits, half = part[_GROUPS], part[_GROUP_SIZE], part[_BITS], part[_HALF]
     scale_bytes = 4 - 2 * half
@@ -100,8 +85,6 @@ def _block_totals(part: Any, block: int, x: int, x_stride: int, rows: int, sums:
                 half,
                 x + 4 * row * x_stride,
                 x_stride,
-                sums + 4 * row * groups,
-                groups,
                 totals + 4 * (row * LANES + channel),
                 groups,
                 group_size,
@@ -116,11 +99,11 @@ def _range_of(share: int, num_shares: int, count: int) -> tuple[int, int]:
 
 @operation
 def linear(worker: int, share: int, num_shares: int, record: int) -> None:
-    """Words: part, x, inputs, out, out_stride, rows, bias (0: none), accumulate, workspaces, workspace_bytes."""
+    """Words: part, x, inputs, out, out_stride, rows, bias (0: none), accumulate, workspaces."""
     words = carray(pointer(record), (16,), np.int64)
     part = carray(pointer(words[0]), (_PART_WORDS,), np.int64)
     x, inputs, out_stride, rows, accumulate = words[1], words[2], words[4], words[5], words[7]
-    workspace = words[8] + worker * words[9]
+    workspace = words[8] + worker * WORKSPACE_BYTES
     first, channels = part[_FIRST], part[_CHANNELS]
     out = carray(pointer(words[3]), (rows, out_stride), np.float32)
     bias = carray(pointer(words[6]), (first + channels,), np.float32)
@@ -129,16 +112,12 @@ def linear(worker: int, share: int, num_shares: int, record: int) -> None:
     blocks = (channels + LANES - 1) // LANES
     chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
     task, end = _range_of(share, num_shares, blocks * chunks)
-    summed = -1
     while task < end:
         chunk, block = task // blocks, task % blocks
         row = chunk * ROW_CHUNK
         count = min(rows - row, ROW_CHUNK)
         x_chunk = x + 4 * row * inputs
-        if summed != chunk:
-            _group_sums(part, x_chunk, inputs, count, workspace + _SUMS)
-            summed = chunk
-        _block_totals(part, block, x_chunk, inputs, count, workspace + _SUMS, workspace + _GATE_TOTALS)
+        _block_totals(part, block, x_chunk, inputs, count, workspace + _GATE_TOTALS)
         lanes = min(channels - block * LANES, LANES)
         channel = first + block * LANES
         for i in range(count):
@@ -154,33 +133,25 @@ def linear(worker: int, share: int, num_shares: int, record: int) -> None:
 
 @operation
 def gated_linear(worker: int, share: int, num_shares: int, record: int) -> None:
-    """Words: gate part, up part, x, inputs, out, out_stride, rows, workspaces, workspace_bytes."""
+    """Words: gate part, up part, x, inputs, out, out_stride, rows, workspaces."""
     words = carray(pointer(record), (16,), np.int64)
     gate = carray(pointer(words[0]), (_PART_WORDS,), np.int64)
     up = carray(pointer(words[1]), (_PART_WORDS,), np.int64)
     x, inputs, out_stride, rows = words[2], words[3], words[5], words[6]
-    workspace = words[7] + worker * words[8]
+    workspace = words[7] + worker * WORKSPACE_BYTES
     channels = gate[_CHANNELS]
     out = carray(pointer(words[4]), (rows, out_stride), np.float32)
     totals = carray(pointer(workspace + _GATE_TOTALS), (ROW_CHUNK, LANES), np.float32)
     blocks = (channels + LANES - 1) // LANES
     chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
-    same_groups = gate[_GROUP_SIZE] == up[_GROUP_SIZE]
     task, end = _range_of(share, num_shares, blocks * chunks)
-    summed = -1
     while task < end:
         chunk, block = task // blocks, task % blocks
         row = chunk * ROW_CHUNK
         count = min(rows - row, ROW_CHUNK)
         x_chunk = x + 4 * row * inputs
-        sums = workspace + _SUMS
-        if summed != chunk or not same_groups:
-            _group_sums(gate, x_chunk, inputs, count, sums)
-            summed = chunk
-        _block_totals(gate, block, x_chunk, inputs, count, sums, workspace + _GATE_TOTALS)
-        if not same_groups:
-            _group_sums(up, x_chunk, inputs, count, sums)
-        _block_totals(up, block, x_chunk, inputs, count, sums, workspace + _UP_TOTALS)
+        _block_totals(gate, block, x_chunk, inputs, count, workspace + _GATE_TOTALS)
+        _block_totals(up, block, x_chunk, inputs, count, workspace + _UP_TOTALS)
         lanes = min(channels - block * LANES, LANES)
         channel = block * LANES
         for i in range(count):

@@ -42,8 +42,6 @@ def accumulate(
     half_scales: Any,
     x: Any,
     x_stride: Any,
-    sums: Any,
-    sums_stride: Any,
     totals: Any,
     groups: Any,
     group_size: Any,
@@ -51,8 +49,7 @@ def accumulate(
     """Compute one pass of a block for 1..ROW_TILE rows.
 
     Weights (of 4 or 8 bits), scale, minimum (float16 if half_scales, else float32) and totals (float32 [rows, 64])
-    start at the pass's first channel; x is the first row, sums [row, group] each row's sum of each group; strides are
-    in floats.
+    start at the pass's first channel; x is the first row, x_stride floats from one row to the next.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -64,15 +61,15 @@ def accumulate(
                         _emit_accumulate(builder, count, width, rest)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 13), codegen
+    return types.void(*(types.int64,) * 11), codegen
 
 
 def _emit_accumulate(builder: ir.IRBuilder, rows: int, bits: int, args: list[ir.Value]) -> None:
-    weights, scale, minimum, half, x, x_stride, sums, sums_stride, totals, groups, group_size = args
+    weights, scale, minimum, half, x, x_stride, totals, groups, group_size = args
     wide = ir.VectorType(F32, PASS_BYTES)
     zero = ir.Constant(wide, [0.0] * PASS_BYTES)
     x_rows = [_at(builder, x, x_stride, 4 * row) for row in range(rows)]
-    sum_rows = [_at(builder, sums, sums_stride, 4 * row) for row in range(rows)]
+    sums = [cgutils.alloca_once(builder, F32) for _ in range(rows)]
     products = [[cgutils.alloca_once(builder, wide) for _ in range(2)] for _ in range(rows)]
     is_half = builder.icmp_signed("!=", half, I64(0))
     scale_bytes = builder.select(is_half, I64(2 * LANES), I64(4 * LANES))
@@ -87,6 +84,7 @@ def _emit_accumulate(builder: ir.IRBuilder, rows: int, bits: int, args: list[ir.
         group = group_loop.index
         first_k = builder.mul(group, group_size)
         for row in range(rows):
+            builder.store(F32(0.0), sums[row])
             for side in range(2):
                 builder.store(zero, products[row][side])
         with cgutils.for_range(builder, builder.sdiv(group_size, I64(_UNROLL))) as k_loop:
@@ -95,46 +93,21 @@ def _emit_accumulate(builder: ir.IRBuilder, rows: int, bits: int, args: list[ir.
                 k = builder.add(base, I64(step))
                 weight = _load_integers(builder, _at(builder, weights, k, LANES * bits // 8), bits, wide)
                 for row in range(rows):
-                    value = _load_splat(builder, _at(builder, x_rows[row], k, 4))
+                    scalar = builder.load(_pointer(builder, _at(builder, x_rows[row], k, 4), F32), align=4)
+                    builder.store(builder.fadd(builder.load(sums[row]), scalar), sums[row])
+                    value = splat(builder, scalar, PASS_BYTES)
                     for place, integers in zip(products[row], weight, strict=True):
                         builder.store(emit_fma(builder, integers, value, builder.load(place)), place)
         offset = builder.mul(group, scale_bytes)
         scales = _load_scales(builder, builder.add(scale, offset), is_half, wide)
         minimums = _load_scales(builder, builder.add(minimum, offset), is_half, wide)
         for row in range(rows):
-            group_sum = _load_splat(builder, _at(builder, sum_rows[row], group, 4))
+            group_sum = splat(builder, builder.load(sums[row]), PASS_BYTES)
             for side in range(2):
                 place = total_place(row, side)
                 total = builder.load(place, align=4)
                 total = emit_fma(builder, scales[side], builder.load(products[row][side]), total)
                 builder.store(emit_fma(builder, minimums[side], group_sum, total), place, align=4)
-
-
-@intrinsic
-def group_sum(typingctx: Any, x: Any, group_size: Any) -> Any:
-    """The float32 sum of group_size (a multiple of 16) floats at x, in the order that `linear.py` states."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        x, group_size = args
-        vector = ir.VectorType(F32, 16)
-        partial = cgutils.alloca_once(builder, vector)
-        builder.store(builder.load(_pointer(builder, x, vector), align=4), partial)
-        with cgutils.for_range(builder, builder.sub(builder.sdiv(group_size, I64(16)), I64(1))) as loop:
-            place = _at(builder, builder.add(x, I64(64)), loop.index, 64)
-            values = builder.load(_pointer(builder, place, vector), align=4)
-            builder.store(builder.fadd(builder.load(partial), values), partial)
-        lanes = builder.load(partial)
-        for count in (8, 4, 2, 1):
-            low, high = (
-                builder.shuffle_vector(
-                    lanes, lanes, ir.Constant(ir.VectorType(I32, count), list(range(first, first + count)))
-                )
-                for first in (0, count)
-            )
-            lanes = builder.fadd(low, high)
-        return builder.extract_element(lanes, I32(0))
-
-    return types.float32(types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -162,10 +135,6 @@ def _at(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stride: ir.Va
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset: int = 0) -> ir.Value:
     return builder.inttoptr(builder.add(address, I64(offset)), pointee.as_pointer())
-
-
-def _load_splat(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return splat(builder, builder.load(_pointer(builder, address, F32), align=4), PASS_BYTES)
 
 
 def _load_integers(builder: ir.IRBuilder, address: ir.Value, bits: int, wide: ir.VectorType) -> list[ir.Value]:

@@ -101,15 +101,12 @@ def contract(x: Floats, matrix: GroupedMatrix) -> Floats:
     for group in range(inputs // size):
         part = x[:, group * size : (group + 1) * size]
         product = np.zeros_like(total)
+        row_sum = np.zeros((len(x), 1), np.float32)
         for k in range(size):
             product = fma(q[None, :, group * size + k], part[:, k, None], product)
-        lanes = part[:, :16]
-        for step in range(16, size, 16):
-            lanes = lanes + part[:, step : step + 16]
-        for count in (8, 4, 2, 1):
-            lanes = lanes[:, :count] + lanes[:, count : 2 * count]
+            row_sum = row_sum + part[:, k, None]
         total = fma(scale[None, :, group], product, total)
-        total = fma(minimum[None, :, group], lanes, total)
+        total = fma(minimum[None, :, group], row_sum, total)
     return total
 
 
