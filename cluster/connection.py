@@ -21,6 +21,10 @@ ENGINE_NAME = "engine"
 
 _RETRY_SECONDS = 0.5
 _RETRIES = 20
+_ANSWER_SECONDS = 60.0
+"""A poll comes back after a few seconds; one that takes this long was lost, or the engine's process hangs."""
+
+_LEAVE_SECONDS = 5.0
 
 
 class Connection(Protocol):
@@ -67,6 +71,14 @@ class LocalConnection:
         await self._engine.close()
 
 
+class _Lease:
+    """One stay with the engine: under an id of its own, so that nothing of an expired one can reach the next."""
+
+    def __init__(self) -> None:
+        self.client_id = uuid.uuid4().hex
+        self.received = 0
+
+
 class RayConnection:
     """The engine's actor.
 
@@ -76,7 +88,8 @@ class RayConnection:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._client_id = ""
+        self._lease = _Lease()
+        self._renewing = asyncio.Lock()
         self._inboxes: dict[str, Inbox] = {}
         # Sequences of each request that have not ended.
         self._running: dict[str, int] = {}
@@ -102,23 +115,35 @@ class RayConnection:
         request_id = request.request_id if request.request_id is not None else uuid.uuid4().hex
         if request_id in self._inboxes:
             raise InvalidParameterError("request_id", request_id, "an id that no running request has")
+        numbered = replace(request, request_id=request_id)
+        lease = self._lease
+        try:
+            return request_id, await self._submit(request_id, numbered)
+        except LeaseExpiredError as expired:
+            # Nothing of this request was begun.
+            await self._renew(lease, expired)
+            return request_id, await self._submit(request_id, numbered)
+
+    async def _submit(self, request_id: str, request: Request) -> Inbox:
         inbox = Inbox()
         # Before the call: the first deltas may be here before its answer.
         self._inboxes[request_id] = inbox
         self._running[request_id] = request.params.n
         try:
-            await self._call("submit", self._client_id, replace(request, request_id=request_id))
+            await self._call("submit", self._lease.client_id, request)
         except BaseException as error:
             self._forget(request_id)
-            if isinstance(error, asyncio.CancelledError):
+            if isinstance(error, asyncio.CancelledError | _UnavailableError):
+                # It may have been accepted.
                 self.cancel(request_id)
             raise
-        return request_id, inbox
+        return inbox
 
     def cancel(self, request_id: str) -> None:
         """See `Connection`."""
         if self._dead is None:
-            self._actor.cancel.remote(self._client_id, request_id)
+            with contextlib.suppress(Exception):
+                self._actor.cancel.remote(self._lease.client_id, request_id)
 
     async def status(self) -> EngineStatus:
         """See `Connection`."""
@@ -133,44 +158,56 @@ class RayConnection:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if self._dead is None:
-            with contextlib.suppress(ShardlineError):
-                await self._call("leave", self._client_id)
+            # An engine that does not answer finds out by itself.
+            with contextlib.suppress(ShardlineError, TimeoutError):
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await self._call("leave", self._lease.client_id)
         self._fail_all(EngineDeadError("this client was closed"))
         await asyncio.to_thread(_RAY.release)
 
     async def _enter(self) -> None:
-        # An id of its own each time, so that nothing of an expired lease can reach the new one.
-        self._client_id = uuid.uuid4().hex
-        await self._call("enter", self._client_id)
+        lease = _Lease()
+        await self._call("enter", lease.client_id)
+        self._lease = lease
+
+    async def _renew(self, expired: _Lease, error: LeaseExpiredError) -> None:
+        """What ran under the expired lease has ended; go on under a new one, which somebody may have made by now."""
+        async with self._renewing:
+            if self._lease is expired:
+                self._fail_requests(error)
+                await self._enter()
 
     async def _poll(self) -> None:
-        received = 0
+        try:
+            await self._poll_for_ever()
+        except ShardlineError as error:
+            self._fail_all(error)
+        except Exception as error:
+            # Whatever it is, a stream must not wait for a poll that nobody makes any more.
+            self._fail_all(EngineDeadError(f"the connection to the engine failed: {type(error).__name__}: {error}"))
+
+    async def _poll_for_ever(self) -> None:
         failures = 0
         while True:
+            lease = self._lease
             try:
-                number, items = await self._call("poll", self._client_id, received)
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    number, items = await self._call("poll", lease.client_id, lease.received)
             except LeaseExpiredError as expired:
-                self._fail_requests(expired)
-                await self._enter()
-                received = 0
+                await self._renew(lease, expired)
                 continue
-            except _UnavailableError as error:
-                # The answer may be lost, so it was kept: the next poll asks for it again.
+            except (_UnavailableError, TimeoutError) as error:
+                # The answer may be lost, so the engine has kept it: the next poll asks for it again.
                 failures += 1
                 if failures > _RETRIES:
-                    self._fail_all(EngineDeadError(str(error)))
-                    return
+                    raise EngineDeadError(f"the engine has not answered {failures} polls: {error}") from error
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            except ShardlineError as error:
-                self._fail_all(error)
-                return
             failures = 0
-            if number == received:
-                continue
-            received = number
-            for item in items:
-                self._dispatch(item)
+            if number != lease.received and lease is self._lease:
+                lease.received = number
+                for item in items:
+                    self._dispatch(item)
 
     def _dispatch(self, item: Any) -> None:
         inbox = self._inboxes.get(item.request_id)

@@ -112,6 +112,7 @@ class Engine:
         self._dead: EngineDeadError | None = None
         self._wake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._in_flight = 0
         self._pending_result: asyncio.Task[StepResult] | None = None
         self._losses_in_a_row = 0
@@ -146,13 +147,17 @@ class Engine:
 
     async def close(self) -> None:
         """End every request with "abort", stop the loop and close the pipeline. Idempotent."""
-        if self._state == "closed":
-            return
-        self._state = "closed"
-        if self._dead is None:
-            self._dead = EngineDeadError("the engine was closed")
-        for request_id in list(self._live):
-            self.cancel(request_id)
+        if self._closing is None:
+            self._state = "closed"
+            if self._dead is None:
+                self._dead = EngineDeadError("the engine was closed")
+            for request_id in list(self._live):
+                self.cancel(request_id)
+            self._closing = asyncio.create_task(self._close())
+        # It goes on when a caller is cancelled, and a second caller waits for it.
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
@@ -218,7 +223,7 @@ class Engine:
         # Known from here on, so that a cancel finds it while its prompt is made.
         self._live[request_id] = live
         try:
-            prompt_ids = await self._text.prompt_ids(request)
+            prompt_ids = await self._text.prompt_ids(request, self._scheduler.config.max_context)
             self._raise_if_dead()
             if self._live.get(request_id) is not live:
                 return request_id

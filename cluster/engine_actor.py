@@ -24,6 +24,8 @@ POLL_SECONDS = 2.0
 LEASE_SECONDS = 15.0
 """A client that does not poll for this long is gone."""
 
+_STOP_SECONDS = 30.0
+
 
 class _ClientState:
     def __init__(self) -> None:
@@ -181,7 +183,7 @@ def serve(
     try:
         ray.get(actor.start.remote())
     except BaseException as error:
-        ray.kill(actor)
+        _end(actor, name)
         cause = getattr(error, "cause", None)
         if isinstance(cause, Exception):
             raise cause from None
@@ -199,8 +201,18 @@ def stop_serving(name: str = ENGINE_NAME) -> None:
         raise EngineNotFoundError(f"the Ray cluster has no engine named {name!r}")
     # A process that cannot answer any more is ended all the same.
     with contextlib.suppress(RayError):
-        ray.get(actor.stop.remote(), timeout=30)
+        ray.get(actor.stop.remote(), timeout=_STOP_SECONDS)
+    _end(actor, name)
+
+
+def _end(actor: Any, name: str) -> None:
+    """End the actor's process, and wait until its name is free: Ray takes it from the list a little later."""
+    import ray
+
     ray.kill(actor)
+    deadline = time.monotonic() + _STOP_SECONDS
+    while _find(name) is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _find(name: str) -> Any | None:

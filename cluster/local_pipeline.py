@@ -73,6 +73,7 @@ class LocalPipeline:
         self._results: deque[Future[StepResult]] = deque()
         self._lost: StageLostError | None = None
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def specs(self) -> tuple[StageSpec, ...]:
@@ -126,9 +127,13 @@ class LocalPipeline:
 
     async def close(self) -> None:
         """Let the step that runs end, drop the others, and give the memory back."""
-        if self._closed:
-            return
-        self._closed = True
+        if self._closing is None:
+            self._closed = True
+            self._closing = asyncio.create_task(self._close())
+        # It goes on when a caller is cancelled, and a second caller waits for it.
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         for waiting in self._results:
             waiting.cancel()
         self._results.clear()

@@ -13,7 +13,7 @@ from shardline.cluster.errors import TemplateError
 from shardline.cluster.request import Request
 from shardline.cluster.stop import StopMatcher
 from shardline.cluster.tokenizer import Tokenizer
-from shardline.scheduler import InvalidParameterError
+from shardline.scheduler import InvalidParameterError, RequestTooLargeError
 from shardline.stage import Checkpoint
 
 
@@ -26,6 +26,7 @@ class ModelText:
         self.template = template
         # One thread, so that prompts keep their order and a long one never stops the event loop.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardline-text")
+        self._longest_token = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelText:
@@ -37,11 +38,12 @@ class ModelText:
             template = error
         return cls(tokenizer, template)
 
-    async def prompt_ids(self, request: Request) -> tuple[int, ...]:
-        """A request's prompt as token ids; may be empty.
+    async def prompt_ids(self, request: Request, max_context: int) -> tuple[int, ...]:
+        """A request's prompt as token ids; may be empty, and too long.
 
         Raises:
             InvalidParameterError: not exactly one prompt, or a part of it has a wrong type.
+            RequestTooLargeError: its text cannot be `max_context` tokens or less, whatever they are.
             TemplateError: the chat template refuses the messages, or there is none.
         """
         given = [name for name in ("text", "messages", "token_ids") if getattr(request, name) is not None]
@@ -51,7 +53,7 @@ class ModelText:
             )
         if request.token_ids is not None:
             return _integers(request.token_ids)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self._encode, request)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._encode, request, max_context)
 
     def sequence(self, prompt_ids: Sequence[int], stops: Sequence[str]) -> SequenceText:
         """The text of a new sequence after that prompt."""
@@ -61,10 +63,18 @@ class ModelText:
         """Give the thread back."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, request: Request) -> tuple[int, ...]:
+    def _encode(self, request: Request, max_context: int) -> tuple[int, ...]:
         text = request.text if request.text is not None else self._rendered(request)
         if not isinstance(text, str):
             raise InvalidParameterError("text", text, "a text")
+        # Seen before it is tokenized, which would take its time from all others' prompts. Composed characters are the
+        # one way in which a text gets shorter than it was, by less than four.
+        fewest = len(text) // (4 * self._longest_token)
+        if fewest > max_context:
+            raise RequestTooLargeError(
+                f"the prompt has {len(text)} characters, which is more than {fewest} tokens, and the context holds "
+                f"{max_context}: shorten the prompt, or start with a longer context"
+            )
         # Who writes a whole prompt writes the model's own marks too.
         return tuple(self.tokenizer.encode(text, add_special=True, parse_special=True))
 

@@ -318,6 +318,30 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once_and_nothing_waits_behi
     within(work())
 
 
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizing sixteen megabytes takes many seconds, in which nobody else's prompt would be made."""
+
+    async def work() -> None:
+        async with rig() as r:
+            longest = r.engine._text._longest_token
+            room = 2048 * longest * 4
+            with pytest.raises(RequestTooLargeError, match="2048"):
+                await r.run(Request(text="a " * (room // 2 - 100)))
+
+            def encode(*_: object, **__: object) -> list[int]:
+                raise AssertionError("it must not be tokenized")
+
+            monkeypatch.setattr(Tokenizer, "encode", encode)
+            with pytest.raises(RequestTooLargeError, match="shorten the prompt"):
+                await r.run(Request(text="a " * (room // 2 + 5000)))
+            with pytest.raises(RequestTooLargeError, match="shorten the prompt"):
+                await r.run(Request(messages=({"role": "user", "content": "a " * (room // 2 + 5000)},)))
+
+    within(work())
+
+
 def test_an_id_in_use_is_refused_and_its_owner_goes_on(rig: Callable[..., Rig]) -> None:
     async def work() -> None:
         async with rig() as r:
@@ -663,6 +687,53 @@ def test_close_ends_what_runs_with_abort(rig: Callable[..., Rig]) -> None:
         assert r.pipeline.closed
         with pytest.raises(EngineDeadError, match="closed"):
             await r.run(ask(5))
+
+    within(work())
+
+
+def test_a_close_that_is_cancelled_goes_on_and_a_second_one_waits_for_it(rig: Callable[..., Rig]) -> None:
+    async def work() -> None:
+        r = rig()
+        await r.engine.start()
+        may_close = asyncio.Event()
+        close = r.pipeline.close
+
+        async def slowly() -> None:
+            await may_close.wait()
+            await close()
+
+        r.pipeline.close = slowly
+        first = asyncio.create_task(r.engine.close())
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(r.engine.close())
+        await asyncio.sleep(0.01)
+        assert not second.done()
+        assert not r.pipeline.closed
+        may_close.set()
+        await second
+        assert r.pipeline.closed
+
+    within(work())
+
+
+def test_close_while_a_stage_comes_back(rig: Callable[..., Rig]) -> None:
+    async def work() -> None:
+        r = rig()
+        await r.engine.start()
+        r.pipeline.lose_at = {3}
+
+        async def never() -> None:
+            await asyncio.Event().wait()
+
+        r.pipeline.recover = never
+        running = asyncio.create_task(r.whole(ask(5)))
+        while (await r.engine.status()).state != "recovering":
+            await asyncio.sleep(0)
+        await r.engine.close()
+        assert (await running).finish_reason == "abort"
+        assert r.pipeline.closed
 
     within(work())
 

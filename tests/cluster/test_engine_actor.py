@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
+import shardline.cluster.connection as connection_module
 from shardline import Client, SamplingParams
 from shardline.cluster import (
     AsyncClient,
@@ -28,6 +32,7 @@ from shardline.cluster import (
     ShardlineError,
 )
 from shardline.cluster.build import EngineOptions, build_engine, prepare
+from shardline.cluster.connection import RayConnection
 from shardline.cluster.engine import EngineConfig
 from shardline.cluster.engine_actor import EngineHost, serve, stop_serving
 from shardline.cluster.inbox import Failure, merge
@@ -257,6 +262,164 @@ def test_a_dead_engine_reaches_the_client_as_itself(hosted: Callable[..., Hosted
     asyncio.run(work())
 
 
+# -- the client's side, on an actor that is none -----------------------------------------------------------------------
+
+
+class FakeActor:
+    """Stands for the actor's handle: calls go to a host in this process, and some of their answers get lost."""
+
+    def __init__(self, host: EngineHost, lose: Callable[[str, int], Exception | None]) -> None:
+        self._host = host
+        self._lose = lose
+        self.calls: dict[str, int] = {}
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*arguments: Any) -> Any:
+            count = self.calls[method] = self.calls.get(method, 0) + 1
+
+            async def run() -> Any:
+                # As over Ray, what comes back is a copy.
+                answer = pickle.loads(pickle.dumps(await getattr(self._host, method)(*arguments)))
+                lost = self._lose(method, count)
+                if lost is not None:
+                    raise lost
+                return answer
+
+            return asyncio.ensure_future(run())
+
+        return SimpleNamespace(remote=remote)
+
+
+async def connect(h: Hosted, lose: Callable[[str, int], Exception | None]) -> AsyncClient:
+    connection = RayConnection(FakeActor(h.host, lose))
+    await connection._enter()
+    connection._poll_task = asyncio.create_task(connection._poll())
+    return AsyncClient(connection)
+
+
+def test_a_stream_over_lost_answers_has_every_byte_once(
+    hosted: Callable[..., Hosted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "_RETRY_SECONDS", 0.001)
+
+    def lose(method: str, count: int) -> Exception | None:
+        return ActorUnavailableError("the network went away", None) if method == "poll" and count % 3 else None
+
+    async def work() -> None:
+        async with hosted() as h:
+            client = await connect(h, lose)
+            streams = [await client.submit(ask(f"r{i}", 5 + i, max_tokens=60)) for i in range(4)]
+            for i, stream in enumerate(streams):
+                assert (await stream.result()).token_ids == script(5 + i, 60)
+            connection: Any = client._connection
+            assert not connection._inboxes
+            assert not connection._running
+
+    asyncio.run(work())
+
+
+def test_a_poll_that_never_answers_is_asked_again(
+    hosted: Callable[..., Hosted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(connection_module, "_ANSWER_SECONDS", 0.2)
+
+    async def work() -> None:
+        async with hosted() as h:
+            poll = h.host.poll
+            asked = 0
+
+            async def deaf_at_first(client_id: str, received: int) -> Any:
+                nonlocal asked
+                asked += 1
+                if asked % 2:
+                    await asyncio.sleep(3600)
+                return await poll(client_id, received)
+
+            h.host.poll = deaf_at_first  # type: ignore[method-assign]
+            client = await connect(h, lambda _method, _count: None)
+            assert (await (await client.submit(ask("r"))).result()).token_ids == script(5, 10)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("ray was shut down"), ActorUnavailableError("no way there", None)])
+def test_streams_end_when_polls_fail_for_good(
+    hosted: Callable[..., Hosted], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(connection_module, "_RETRY_SECONDS", 0.001)
+
+    async def work() -> None:
+        async with hosted() as h:
+            client = await connect(h, lambda method, count: error if method == "poll" and count > 2 else None)
+            stream = await client.submit(ask("r", max_tokens=400))
+            with pytest.raises(EngineDeadError, match=str(error.args[0])):
+                await stream.result()
+            with pytest.raises(EngineDeadError):
+                await client.submit(ask("later"))
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("first", ["submit", "poll"])
+def test_after_an_expired_lease_streams_end_and_new_requests_run(hosted: Callable[..., Hosted], first: str) -> None:
+    async def work() -> None:
+        async with hosted(poll_seconds=0.2) as h:
+            client = await connect(h, lambda _method, _count: None)
+            h.pipeline.gate.clear()
+            old = await client.submit(ask("r"))
+            h.host._clients.clear()
+            if first == "poll":
+                with pytest.raises(LeaseExpiredError):
+                    await old.result()
+            streams = [await client.submit(ask(f"n{i}", 5 + i)) for i in range(3)]
+            h.pipeline.gate.set()
+            for i, stream in enumerate(streams):
+                assert (await stream.result()).token_ids == script(5 + i, 10)
+            if first == "submit":
+                with pytest.raises(LeaseExpiredError):
+                    await old.result()
+            await client.close()
+            await h.free()
+
+    asyncio.run(work())
+
+
+def test_a_lease_that_cannot_be_renewed_leaves_no_stream_waiting(hosted: Callable[..., Hosted]) -> None:
+    async def work() -> None:
+        async with hosted() as h:
+            client = await connect(h, lambda _method, _count: None)
+            h.pipeline.gate.clear()
+            stream = await client.submit(ask("r"))
+
+            async def gone(*_: Any) -> None:
+                raise EngineDeadError("no more clients")
+
+            h.host.enter = gone  # type: ignore[method-assign]
+            h.host._clients.clear()
+            with pytest.raises(LeaseExpiredError):
+                await stream.result()
+            for _ in range(2):
+                with pytest.raises(EngineDeadError, match="no more clients"):
+                    await client.submit(ask("later"))
+
+    asyncio.run(work())
+
+
+def test_a_request_whose_acceptance_was_lost_is_cancelled(hosted: Callable[..., Hosted]) -> None:
+    async def work() -> None:
+        async with hosted() as h:
+            h.pipeline.gate.clear()
+            client = await connect(
+                h, lambda method, _count: ActorUnavailableError("gone", None) if method == "submit" else None
+            )
+            with pytest.raises(EngineDeadError, match="reached"):
+                await client.submit(ask("r"))
+            await h.free()
+
+    asyncio.run(work())
+
+
 # -- over Ray, with the real model -----------------------------------------------------------------------------------
 
 
@@ -451,9 +614,13 @@ def test_what_keeps_an_engine_from_starting_comes_as_itself(cluster: str, smollm
     broken.write_bytes(smollm2.read_bytes()[:100_000_000][:-1_000_000])
     prepared = prepare(EngineOptions(model=str(smollm2), context=512, concurrency=1))
     with pytest.raises(CheckpointError, match=r"cut\.gguf"):
-        serve(partial(build_engine, replace(prepared, path=broken), in_process=True), name="broken")
+        serve(partial(build_engine, replace(prepared, path=broken), in_process=True), name="again")
     with pytest.raises(EngineNotFoundError):
-        stop_serving("broken")
+        stop_serving("again")
+    # The name is free at once, each time.
+    for _ in range(2):
+        serve(partial(build_engine, prepared, in_process=True), name="again")
+        stop_serving("again")
 
 
 @pytest.mark.ray

@@ -249,6 +249,24 @@ def test_close_with_steps_in_flight(specs: tuple[StageSpec, ...], checkpoint: Ch
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardline-stages")]
 
 
+def test_a_close_that_is_cancelled_still_gives_everything_back(
+    specs: tuple[StageSpec, ...], checkpoint: Checkpoint
+) -> None:
+    async def work() -> None:
+        faults = Faults()
+        pipeline = LocalPipeline(specs, checkpoint, faults)
+        await pipeline.start()
+        await pipeline.submit(chunk(0, (1, 2, 3)))
+        first = asyncio.create_task(pipeline.close())
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await pipeline.close()
+        assert len(faults.closed) == 3
+
+    within(work())
+
+
 def test_stats_count_steps_rows_bytes_and_time(specs: tuple[StageSpec, ...], checkpoint: Checkpoint) -> None:
     async def work() -> None:
         pipeline = LocalPipeline(specs, checkpoint)
