@@ -43,7 +43,9 @@ def test_perplexity(smollm2, transformers_llama, whole_model, record_testsuite_p
     ours = whole_model(smollm2, window)
 
     def loss(logits: np.ndarray, piece: list[int]) -> float:
-        return float(-log_softmax(logits)[np.arange(len(piece) - 1), piece[1:]].sum())
+        logits = logits[:-1] - logits[:-1].max(axis=1, keepdims=True)
+        total = np.log(np.exp(logits).sum(axis=1, dtype=np.float64))
+        return float((total - logits[np.arange(len(logits)), piece[1:]]).sum())
 
     got = expected = 0.0
     for start in range(0, len(token_ids), window):
