@@ -152,13 +152,15 @@ class _Cursor:
 
     def string(self, most: int = HEADER_LIMIT) -> str:
         length = self.u64()
-        if length > min(most, self.remaining):
+        start = self.position
+        if length > most or length > self._limit - start:
             raise _ProblemError(
                 f"a text of {length} bytes; at most {most} are allowed and {self.remaining} are left in the file"
             )
-        raw = self.take(length)
+        self._need(length)
+        self.position = start + length
         try:
-            return raw.decode()
+            return self._data[start : self.position].decode()
         except UnicodeDecodeError as error:
             raise _ProblemError(f"a text that is not UTF-8 (byte {error.start} of {length})") from None
 
