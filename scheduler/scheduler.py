@@ -284,21 +284,21 @@ class Scheduler:
             if sequence.known_blocks is None:
                 starts.append(self._start_message(sequence))
                 sequence.known_blocks = first // self.config.block_size
-            sequence.sampling = count == sequence.lag
+            samples = count == sequence.lag
             runs.append(
                 SequenceRun(
                     sequence.seq_id,
                     first,
                     sequence.token_ids(first, first + count),
                     tuple(table[sequence.known_blocks :]),
-                    sequence.sampling,
+                    samples,
                 )
             )
             sequence.known_blocks = len(table)
             sequence.num_computed = first + count
             self._prefixes.publish(sequence, first)
             self._sort_in(sequence)
-            if sequence.sampling:
+            if samples:
                 sampling.append(sequence.seq_id)
         plan = StepPlan(self._next_step_id, tuple(self._forget), tuple(starts), tuple(runs))
         self._forget.clear()
@@ -354,7 +354,6 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.seq_id = -1
         sequence.known_blocks = None
-        sequence.sampling = False
 
     def _preempt(self, sequence: Sequence, draft: Draft) -> None:
         """Take a running sequence's blocks; it waits with all its tokens so far, to be recomputed."""
@@ -401,7 +400,7 @@ class Scheduler:
         for index, block_id in enumerate(sequence.table):
             written_later = (index + 1) * self.config.block_size > sequence.num_computed
             assert not written_later or self._pool.holders(block_id) == 1, f"{name} would write to a shared block"
-        assert sequence.sampling == sampling, f"{name} waits for a token that no plan in flight samples"
-        state = (sequence.lag == 1, sequence.lag > 1, sampling)
-        assert sum(state) == 1, f"{name} is (ready, catching up, sampling) = {state}"
-        assert (seq_id in self._ready, seq_id in self._catching_up) == state[:2], f"{name} is not where its lag says"
+        state = (sequence.lag == 1, sequence.lag > 1, sequence.lag == 0)
+        assert (seq_id in self._ready, seq_id in self._catching_up, sampling) == state, (
+            f"{name} is not where its lag says"
+        )

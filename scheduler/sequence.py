@@ -70,7 +70,6 @@ class Sequence:
         seq_id: Its name towards the stages, new with each admission, so that what is in flight for an earlier
             admission cannot be taken for this one's; -1 while it waits.
         known_blocks: How many blocks of the table the stages know; None when they do not know the sequence.
-        sampling: A plan in flight samples its next token.
         awaits: A chain hash that another sequence is about to publish, and that this one waits for.
         was_preempted: It ran before.
         cached_tokens: Prompt tokens found in the cache at its first admission; None before.
@@ -87,7 +86,6 @@ class Sequence:
     table: list[int] = field(default_factory=list)
     seq_id: int = -1
     known_blocks: int | None = None
-    sampling: bool = False
     awaits: int | None = None
     was_preempted: bool = False
     cached_tokens: int | None = None
@@ -129,7 +127,6 @@ class Sequence:
         """Take its next token, and say whether it ends here."""
         self.output.append(token.token_id)
         self.num_tokens += 1
-        self.sampling = False
         finish_reason = None
         if token.token_id in self.request.stop_ids:
             finish_reason = "stop"

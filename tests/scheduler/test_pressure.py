@@ -137,6 +137,17 @@ def test_what_the_urgent_one_shares_with_a_victim_does_not_become_available(driv
 
 
 def test_equals_do_not_displace_each_other(driver, config):
+    """Not even one that came later, and passed while the other waited for a prefix."""
+    run = driver(config(depth=1, max_sequences=2))
+    for name, first in (("owner", 0), ("waits", 0), ("later", 1)):
+        run.add(request(name, length=20, first=first))
+    run.schedule()
+    assert running(run) == ["owner", "later"]
+    run.drain()
+    assert run.scheduler.stats().preemptions == 0
+
+
+def test_nobody_is_displaced_for_a_place(driver, config):
     run = driver(config(num_blocks=64, max_sequences=2))
     for index in range(6):
         run.add(request(f"r{index}", first=index, max_tokens=10))
@@ -205,29 +216,64 @@ def test_a_long_prompt_is_not_passed_for_ever_by_short_ones(driver, config):
 
 
 def test_two_long_prompts_do_not_enter_together_to_take_each_others_blocks(driver, config):
-    run = driver(config(num_blocks=10, depth=4))
+    run = driver(config(num_blocks=10, depth=1))
     for index in range(2):
         run.add(request(f"r{index}", length=60, max_tokens=4, first=index))
+    run.schedule()
+    assert running(run) == ["r0"], "the plan has room for a chunk of both, the pool has not for all of both"
     run.drain()
     assert run.scheduler.stats().preemptions == 0
 
 
-def test_the_watermark_stays_free(driver, config):
-    run = driver(config(num_blocks=8, watermark=2, prefill_chunk=64))
+def test_a_chunk_may_take_the_blocks_of_another_that_was_to_follow_in_the_plan(driver, config):
+    """Decodes grew into what was free when two prompts entered; the older one takes the newer one's blocks."""
+    run = driver(config(num_blocks=11, depth=1, max_step_tokens=4, prefill_chunk=2))
+    for index, length in enumerate((14, 46, 16)):
+        run.add(request(f"r{index}", length=length, first=index))
+    catching_up = run.scheduler._catching_up
+    taken = False
+    while run.scheduler.has_unfinished():
+        before, preemptions = set(catching_up), run.scheduler.stats().preemptions
+        plan = run.schedule()
+        run.scheduler.check_integrity()
+        if run.scheduler.stats().preemptions > preemptions:
+            chunks = {item.seq_id for item in plan.runs if len(item.token_ids) > 1}
+            taken |= bool(before - set(catching_up) and chunks & before)
+        run.deliver()
+    assert taken, "the case did not come up"
+    run.check_idle()
+
+
+@pytest.mark.parametrize(("watermark", "enter"), [(0, 3), (1, 2), (3, 2), (4, 1)])
+def test_the_watermark_stays_free(driver, config, watermark, enter):
+    run = driver(config(num_blocks=9, watermark=watermark, prefill_chunk=64))
     for index in range(4):
         run.add(request(f"r{index}", length=20, max_tokens=4, first=index))
     run.fill()
-    assert len(running(run)) == 2
+    assert len(running(run)) == enter
     run.drain()
+
+
+def test_whoever_is_alone_may_use_what_the_watermark_keeps(driver, config):
     alone = driver(config(num_blocks=8, watermark=7))
     alone.add(request("all", length=60, max_tokens=4))
     alone.drain()
 
 
-def test_a_preempted_sequence_does_not_come_back_to_be_preempted_at_once(driver, config):
-    """Preemptions stay few: each frees blocks for a while, not for one step."""
-    run = driver(config(num_blocks=24, depth=2, max_context=200))
-    for index in range(8):
-        run.add(request(f"r{index}", length=8, max_tokens=80, first=index))
+def test_a_preempted_sequence_comes_back_when_the_others_can_grow(driver, config):
+    run = driver(config(num_blocks=7, depth=1, prefill_chunk=32))
+    for index in range(3):
+        run.add(request(f"r{index}", length=15, first=index, max_tokens=26))
+    while not run.scheduler.stats().preemptions:
+        run.schedule()
+        run.deliver()
+    spare = []
+    while ("r0", 0) not in run.finished:
+        before = running(run)
+        run.schedule()
+        if "r2" in running(run) and "r2" not in before:
+            spare.append(run.scheduler._pool.num_available)
+        run.deliver()
+    assert all(blocks >= 2 for blocks in spare)
     run.drain()
-    assert 0 < run.scheduler.stats().preemptions <= 16
+    assert run.scheduler.stats().preemptions <= 3

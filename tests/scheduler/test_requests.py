@@ -267,6 +267,25 @@ def test_forgotten_ids_are_named_once_and_before_they_could_be_used_again(driver
     assert len(set(forgotten)) == len(forgotten) == 10  # the last two wait for a next plan
 
 
+@pytest.mark.parametrize("fate", ["abort", "loss", "end"])
+def test_stages_never_hear_of_a_sequence_whose_plan_was_not_made(driver, config, fate):
+    """It entered, but its plan would have been too thin; whatever becomes of it, no stage is told to forget it."""
+    run = driver(config(min_microbatch=4))
+    run.add(request("running", prompt=[1] * 20, max_tokens=9, ignore_eos=True))
+    run.fill()
+    run.add(request("thin", max_tokens=2, prompt=[0]))
+    assert run.schedule() is None
+    assert run.scheduler.stats().running == 2
+    run.scheduler.check_integrity()
+    if fate == "abort":
+        run.abort("thin")
+    elif fate == "loss":
+        run.lose_stage()
+    run.drain()
+    forgotten = [seq_id for plan in run.stages.plans for seq_id in plan.forget]
+    assert (1 in forgotten) == (fate == "end")
+
+
 def test_loss_of_a_stage_keeps_tokens_ids_and_order(driver, config):
     run = driver(config())
     for index in range(8):
