@@ -60,8 +60,8 @@ class StageActor:
     """One stage's process. Created with max_restarts=0: when it dies the pipeline replaces it, once, knowingly."""
 
     def __init__(self) -> None:
-        # The last words of a crash in native code go to the worker's own log.
-        faulthandler.enable()
+        # A crash in native code leaves its trace in the worker's log: the guilty thread's, not forty idle ones'.
+        faulthandler.enable(all_threads=False)
         # The data threads must get the interpreter soon after a step's Python part has it; the default is 5 ms.
         sys.setswitchinterval(0.0005)
         self._loaded: LoadedStage | None = None

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -156,4 +155,8 @@ def tail_of(path: str) -> str:
     except OSError:
         return ""
     # Lines like ":job_id:01000000" are Ray's own marks.
-    return "\n".join(deque((line for line in lines if line.strip() and not line.startswith(":")), maxlen=LAST_LINES))
+    lines = [line for line in lines if line.strip() and not line.startswith(":")]
+    crashes = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    # Of a crash's long trace the beginning says what and where.
+    shown = lines[crashes[-1] :][:LAST_LINES] if crashes else lines[-LAST_LINES:]
+    return "\n".join(shown)
