@@ -252,6 +252,8 @@ class TestErrors:
         [
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
             "{% for i in range(99999) %}{% for j in range(99999) | map('string') %}{% endfor %}{% endfor %}",
+            "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% for k in r %}"
+            "{% endfor %}{% endfor %}{% endfor %}",
             "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
             "{% for x in [[[]]] recursive %}{{ loop([[]]) }}{{ loop([[[]]]) }}{% endfor %}",
             "{% for i in range(99999) %}{{ 'a' * 100000 }}{% endfor %}",
@@ -271,10 +273,11 @@ class TestErrors:
             "{% set n.x = '%s%s' | format(n.x, n.x) %}",
             "{% set n.x = n.x | indent(2, true) ~ '\n' ~ n.x %}",
             "{% set n.l = n.l + n.l %}",
-            "{% set n.l = [n.l, n.l] %}|{{ n.l }}",
-            "{% set n.l = [n.l, n.l] %}|{{ n.l | tojson }}",
-            "{% set n.l = [n.l, n.l] %}|{{ n.l ~ '' }}",
-            "{% set n.l = [n.l, n.l] %}|{{ '%s' % (n.l,) }}",
+            "{{ ('a' * 10000).replace('a', 'b' * 10000) | length }}",
+            "{{ ('a' * 10000) | replace('a', 'b' * 10000) | length }}",
+            "{{ ''.join(['a' * 10000] * 10000) | length }}",
+            "{{ (['a' * 10000] * 10000) | join | length }}",
+            "{{ ('\\n' * 10000000) | indent(10) | length }}",
             "{{ '%99999999d' % 1 }}",
             "{{ '%*d' % (99999999, 1) }}",
             "{{ '%99999999d' | format(1) }}",
@@ -292,12 +295,21 @@ class TestErrors:
     def test_nothing_runs_away(self, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("shardline.cluster.template_sandbox.MAX_SECONDS", 1.0)
         if "n." in source:
-            growth, _, use = source.partition("|{{")
-            growth = growth if use else source
-            source = "{% set n = namespace(x='aa', l=[1]) %}{% for i in range(26) %}" + growth + "{% endfor %}"
-            source += "{{ n.x }}{{ n.l }}" if not use else "{{" + use
+            source = (
+                "{% set n = namespace(x='aa', l=[1]) %}{% for i in range(26) %}"
+                + source
+                + "{% endfor %}{{ n.x | length }}"
+            )
         with pytest.raises(TemplateError):
             render(source)
+
+    @pytest.mark.parametrize(
+        "use", ["n.l", "n.l | tojson", "n.l ~ ''", "'%s' % (n.l,)", "[n.l] | join", "n.l | string"]
+    )
+    def test_a_list_of_itself_has_no_end_in_print(self, use: str) -> None:
+        source = "{% set n = namespace(l=[1]) %}{% for i in range(26) %}{% set n.l = [n.l, n.l] %}{% endfor %}{{ USE }}"
+        with pytest.raises(TemplateError, match="takes more than 1048576 loop rounds and calls"):
+            render(source.replace("USE", use))
 
     def test_a_slow_template_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("shardline.cluster.template_sandbox.MAX_SECONDS", 0.05)

@@ -166,3 +166,9 @@ def test_the_first_space_of_sentencepiece(llama: Tokenizer) -> None:
     assert text([word, word], 1) == "a a"
     assert text([word, word], a) == " a a"
     assert text([a, word], None) == "a a"
+    # A token without text of its own is not what stands before: here <unk>, an unused piece, and one past the end.
+    unused = llama.vocab_size - 2
+    assert (llama.token_text(0), llama.token_text(unused)) == ("<unk>", "▁unused")
+    for nothing in (0, unused, llama.vocab_size + 5):
+        assert text([nothing, word, word], None) == llama.decode([nothing, word, word]) == "a a"
+        assert text([a, nothing, word], None) == llama.decode([a, nothing, word]) == "a a"

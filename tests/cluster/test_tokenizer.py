@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from shardline.cluster import ShardlineError, TokenizerError
@@ -353,6 +353,8 @@ class TestScored:
     def test_a_space_before_the_text_and_after_each_control_token(self, llama: Tokenizer) -> None:
         assert self.pieces(llama, "<|user|>hello</s>hello") == ["<s>", "<|user|>", "▁hello", "</s>", "▁hello"]
         assert self.pieces(llama, "<tool>hello") == ["<s>", "<tool>", "hello"]
+        assert self.pieces(llama, "<unk> hello") == ["<s>", "<unk>", "▁", "▁hello"]
+        assert self.pieces(llama, "hello<unk> hello") == ["<s>", "▁hello", "<unk>", "▁hello"]
         assert self.pieces(llama, "") == ["<s>"]
         bare = Tokenizer.from_metadata(LLAMA | {"tokenizer.ggml.add_space_prefix": False})
         assert self.pieces(bare, "hello") == ["<s>", "hello"]
@@ -399,6 +401,9 @@ class TestScored:
         pieces=st.lists(st.tuples(st.text("ab▁", min_size=2, max_size=4), st.integers(-4, 0)), max_size=12),
         text=st.text("ab ", max_size=16),
     )
+    @example(pieces=[("a▁", 0)], text="a a")
+    @example(pieces=[("aa", 0), ("aaa", -1)], text="aaaaa")
+    @settings(max_examples=300)
     def test_merging_equals_its_definition(self, pieces: list[tuple[str, int]], text: str) -> None:
         scores = {"▁": -100.0, "a": -100.0, "b": -100.0} | {piece: float(score) for piece, score in pieces}
         table = [*MARKS, *((piece, NORMAL, score) for piece, score in scores.items())]
