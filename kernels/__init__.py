@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
 from shardline.kernels.cpu.resident import cpu_resident_bytes
+from shardline.kernels.errors import KernelsError, UnsupportedProcessorError
 from shardline.kernels.matrix import GROUP_SIZES, GroupedMatrix, pack_nibbles
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
@@ -14,10 +15,12 @@ __all__ = [
     "GroupedMatrix",
     "KVCache",
     "KVLayout",
+    "KernelsError",
     "RopeTable",
     "Rows",
     "SampleOutput",
     "SamplingBatch",
+    "UnsupportedProcessorError",
     "Weight",
     "cpu_backend",
     "cpu_resident_bytes",
@@ -26,7 +29,10 @@ __all__ = [
 
 
 def cpu_backend(num_threads: int) -> Backend:
-    """A CPU backend with that many threads. Imports numba, which takes a moment; so only when asked for."""
+    """A CPU backend with that many threads. Imports numba, which takes a moment; so only when asked for.
+
+    Raises UnsupportedProcessorError, and ValueError if there is no thread.
+    """
     from shardline.kernels.cpu.backend import CpuBackend
 
     return CpuBackend(num_threads)

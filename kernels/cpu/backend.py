@@ -7,6 +7,7 @@ and appends a record (addresses and sizes) to the list, as to a CUDA stream; `re
 
 from __future__ import annotations
 
+import platform
 import struct
 import weakref
 from collections import OrderedDict
@@ -22,8 +23,9 @@ from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTab
 from shardline.kernels.cpu import linear, operations, rope, sample
 from shardline.kernels.cpu.attention import attention_scratch_bytes
 from shardline.kernels.cpu.executor import RECORD_WORDS, Team
-from shardline.kernels.cpu.jit import Operation
+from shardline.kernels.cpu.jit import Operation, target_features
 from shardline.kernels.cpu.resident import GatedMatrix, Matrix, aligned_empty, aligned_zeros, pack
+from shardline.kernels.errors import UnsupportedProcessorError
 from shardline.kernels.matrix import GroupedMatrix
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
@@ -87,7 +89,10 @@ class CpuBackend(Backend):
     name: ClassVar[str] = "cpu"
 
     def __init__(self, num_threads: int) -> None:
-        assert num_threads >= 1, num_threads
+        """Start the threads. Raises UnsupportedProcessorError, and ValueError if num_threads is not positive."""
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}; the CPU backend needs at least one")
+        check_processor(platform.machine(), target_features())
         self.num_threads = num_threads
         self._team = Team(num_threads)
         self._records: list[tuple[int, ...]] = []
@@ -375,6 +380,19 @@ class CpuBackend(Backend):
 
 def _address(array: NDArray[Any]) -> int:
     return array.ctypes.data
+
+
+def check_processor(machine: str, features: frozenset[str]) -> None:
+    """Refuse a processor for which LLVM would call functions that no library here has, or one scalar at a time.
+
+    Raises UnsupportedProcessorError.
+    """
+    missing = sorted({"avx", "f16c", "fma"} - features) if machine in ("x86_64", "AMD64") else []
+    if missing:
+        raise UnsupportedProcessorError(
+            f"the CPU backend needs an x86 processor with AVX, F16C and FMA (Intel since 2013, AMD since 2012); this"
+            f" one lacks {', '.join(missing)}. In a virtual machine, give it the host's processor model (QEMU: -cpu host)."
+        )
 
 
 def _float_bits(value: float) -> int:

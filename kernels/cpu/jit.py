@@ -91,6 +91,13 @@ def cache_folder() -> Path:
 
 
 @cache
+def target_features() -> frozenset[str]:
+    """What the processor that code is compiled for can do, by LLVM's names ("avx512f")."""
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return frozenset(feature[1:] for feature in features if feature.startswith("+"))
+
+
+@cache
 def stamp() -> str:
     """A hash of this folder's sources, of what they are compiled with, and of the processor they are compiled for."""
     target = cpu_target.target_context.codegen().magic_tuple()

@@ -14,16 +14,16 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from shardline.kernels.cpu.intrinsics import F16, F32, I8, I32, I64, emit_exp, emit_fma, splat
+from shardline.kernels.cpu.jit import target_features
 from shardline.kernels.cpu.resident import LANES
 
 HALF = LANES // 2
 """Channels between those of a byte's low and high nibble."""
 
-PASS_BYTES = HALF if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",") else 8
+PASS_BYTES = HALF if "avx512f" in target_features() else 8
 
 ROW_TILE = 4
 """The most rows whose sums are held in registers at once."""
