@@ -391,7 +391,7 @@ def check_processor(machine: str, features: frozenset[str]) -> None:
     if missing:
         raise UnsupportedProcessorError(
             f"the CPU backend needs an x86 processor with AVX, F16C and FMA (Intel since 2013, AMD since 2012); this"
-            f" one lacks {', '.join(missing)}. In a virtual machine, give it the host's processor model (QEMU: -cpu host)."
+            f" one lacks {', '.join(missing)}. In a virtual machine, give it the host's model (QEMU: -cpu host)."
         )
 
 
