@@ -45,7 +45,7 @@ class RayPipeline:
         Args:
             specs: The stages' shares, in order.
             model: A model file, which every node has at the same path; or how a node gets its stage otherwise.
-            placements: Where each stage goes; None leaves it to Ray, one CPU each.
+            placements: Where each stage goes; None leaves it to Ray.
             config: Limits.
 
         Raises:

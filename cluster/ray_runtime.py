@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -63,11 +65,12 @@ class StagePlacement:
 
     Attributes:
         node_id: The node; None leaves it to Ray.
-        resources: What the stage's bundle reserves, in Ray's names.
+        resources: What the stage's bundle reserves, in Ray's names; None for one CPU, or for its part of a node that
+            has more stages than CPUs.
     """
 
     node_id: str | None = None
-    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    resources: Mapping[str, float] | None = None
 
 
 @contextmanager
@@ -79,8 +82,7 @@ def connected(address: str | None = None, num_cpus: int | None = None) -> Iterat
 
     Args:
         address: See above.
-        num_cpus: Logical CPUs of a local cluster; None takes the machine's. One a stage is needed, however few the
-            cores are.
+        num_cpus: Logical CPUs of a local cluster; None takes the machine's.
 
     Raises:
         EngineNotFoundError: no cluster answers at `address`.
@@ -140,8 +142,9 @@ class StageBundles:
         """Ask for the bundles. Nothing waits yet."""
         selectors = [{"ray.io/node-id": p.node_id} if p.node_id else {} for p in placements]
         self._placements = tuple(placements)
+        self._resources = _resolved(placements)
         self.group: PlacementGroup = placement_group(
-            [dict(p.resources) for p in placements],
+            [dict(resources) for resources in self._resources],
             strategy="PACK",
             bundle_label_selector=selectors if any(selectors) else None,
         )
@@ -154,7 +157,8 @@ class StageBundles:
             await asyncio.sleep(0.02)
         if not placed:
             wanted = ", ".join(
-                f"stage {index}: {dict(p.resources)}" + (f" on node {p.node_id[:8]}" if p.node_id else "")
+                f"stage {index}: {_amounts(self._resources[index])}"
+                + (f" on node {p.node_id[:8]}" if p.node_id else "")
                 for index, p in enumerate(self._placements)
             )
             self.remove()
@@ -166,8 +170,7 @@ class StageBundles:
 
     def _neighbours_together(self) -> tuple[int, ...]:
         # Ray does not promise which host a bundle gets. Where all are alike, stages take them host by host.
-        placements = self._placements
-        if any(p.node_id for p in placements) or any(p.resources != placements[0].resources for p in placements):
+        if any(p.node_id for p in self._placements) or any(r != self._resources[0] for r in self._resources):
             return self._order
         nodes: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
         this = ray.get_runtime_context().get_node_id()
@@ -179,12 +182,24 @@ class StageBundles:
 
     def resources(self, stage: int) -> Mapping[str, float]:
         """What a stage's bundle holds."""
-        return self._placements[self._order[stage]].resources
+        return self._resources[self._order[stage]]
 
     def remove(self) -> None:
         """Give the bundles back."""
         remove_placement_group(self.group)
 
 
+def _resolved(placements: Sequence[StagePlacement]) -> list[Mapping[str, float]]:
+    cpus: dict[str | None, float] = {node.node_id: node.cpus for node in describe_cluster()}
+    cpus[None] = sum(cpus.values())
+    stages = Counter(p.node_id for p in placements)
+
+    def share(node_id: str | None) -> float:
+        # Ray counts in ten-thousandths; rounded down, so that the parts of one CPU are never more than it.
+        return min(1.0, math.floor(cpus.get(node_id, 1.0) / stages[node_id] * 1000) / 1000)
+
+    return [{"CPU": share(p.node_id)} if p.resources is None else p.resources for p in placements]
+
+
 def _amounts(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {resources[name]:g}" for name in sorted(resources) if name in ("CPU", "GPU", "memory"))
+    return ", ".join(f"{name} {resources[name]:g}" for name in sorted(resources) if name in ("CPU", "GPU"))

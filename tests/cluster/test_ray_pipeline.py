@@ -234,9 +234,7 @@ def test_stages_that_fit_nowhere_are_refused_with_the_numbers():
         [StagePlacement(resources={"CPU": 2.0})] * NUM_STAGES,
         RayPipelineConfig(placement_seconds=0.5),
     )
-    with pytest.raises(
-        PlanningError, match=r"could not place .* Wanted stage 0: \{'CPU': 2\.0\}.* free CPU 4.* of CPU 4"
-    ):
+    with pytest.raises(PlanningError, match=r"could not place .* Wanted stage 0: CPU 2, .* free CPU 4.* of CPU 4"):
         asyncio.run(pipeline.start())
     # Ray's own removal of a group that waits is not immediate.
     deadline = time.monotonic() + 10
@@ -263,8 +261,22 @@ def test_stages_go_to_the_node_they_were_given():
     nowhere = RayPipeline(
         specs(), Loader(), [StagePlacement("f" * 56)] * NUM_STAGES, RayPipelineConfig(placement_seconds=0.5)
     )
-    with pytest.raises(PlanningError, match=r"stage 0: \{'CPU': 1\.0\} on node ffffffff"):
+    with pytest.raises(PlanningError, match=r"stage 0: CPU 0\.333 on node ffffffff"):
         asyncio.run(nowhere.start())
+
+
+def test_more_stages_than_cpus_share_them():
+    (node,) = describe_cluster()
+    pipeline = RayPipeline(specs(6), Loader(), [StagePlacement(node.node_id)] * 6)
+
+    async def run() -> None:
+        try:
+            await pipeline.start()
+            assert ray.available_resources()["CPU"] == pytest.approx(4 - 6 * 0.666)
+        finally:
+            await pipeline.close()
+
+    asyncio.run(run())
 
 
 def test_workers_are_not_niced():
