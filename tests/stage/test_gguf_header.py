@@ -206,6 +206,16 @@ def test_a_sparse_file_cannot_make_the_header_endless(tmp_path):
         open_checkpoint(path)
 
 
+def test_a_header_may_not_be_longer_than_the_limit(tiny_model, monkeypatch):
+    path = tiny_model(layers=1, vocab=VOCAB, keys=KEYS)
+    end = header_length(path)
+    monkeypatch.setattr("shardline.stage.gguf_header.HEADER_LIMIT", end)
+    open_checkpoint(path).close()
+    monkeypatch.setattr("shardline.stage.gguf_header.HEADER_LIMIT", end - 1)
+    with pytest.raises(CheckpointError, match=f"the header goes on past {end - 1} bytes"):
+        open_checkpoint(path)
+
+
 @pytest.mark.timeout(20)
 def test_what_is_no_file(tmp_path):
     with pytest.raises(CheckpointError, match="file: cannot be opened: No such file"):
