@@ -256,7 +256,12 @@ def _refuse_other_arithmetic(keys: _Keys, spec: ModelSpec) -> None:
     )
     keys.only("attention.causal", lambda value: value is True, "attention that is not causal")
     keys.only("pooling_type", zero, "an embedding model")
-    keys.only("attention.scale", lambda value: value in (0, spec.head_dim**-0.5), "an attention scale of its own")
+    usual = spec.head_dim**-0.5
+    keys.only(
+        "attention.scale",
+        lambda value: isinstance(value, float) and (value == 0 or math.isclose(value, usual, rel_tol=1e-6)),
+        "an attention scale of its own",
+    )
     keys.only("attention.clamp_kqv", zero, "a clamp")
     keys.only("attention.max_alibi_bias", zero, "ALiBi")
     keys.only("attn_logit_softcapping", zero, "a soft cap")

@@ -79,6 +79,11 @@ def test_rope_scaling(tiny_model, keys, scaling, factor):
     assert (rope.scaling, rope.factor, rope.has_frequency_factors) == (scaling, factor, False)
 
 
+def test_an_attention_scale_in_float32_is_the_usual_one(tiny_model):
+    """1 / sqrt(24) is no float32: the file's is its rounding."""
+    open_checkpoint(tiny_model(head_dim=24, keys={"llama.attention.scale": 24**-0.5})).close()
+
+
 def test_rope_factors(tiny_model):
     assert spec_of(tiny_model(rope_factors=True)).rope.has_frequency_factors
 

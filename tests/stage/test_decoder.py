@@ -22,6 +22,7 @@ FAMILIES = {
     "qwen2-one-kv-head": {"architecture": "qwen2", "kv_heads": 1},
     "qwen3": {"architecture": "qwen3"},
     "qwen3-wide-heads": {"architecture": "qwen3", "head_dim": 32, "heads": 6, "kv_heads": 3},
+    "llama-odd-heads": {"architecture": "llama", "head_dim": 24, "heads": 8, "rotary_dim": 6, "vocab": 103},
     "k-quants": {
         "kinds": [Kind.Q4_K, Kind.Q6_K, Kind.Q5_K],
         "hidden": 256,
