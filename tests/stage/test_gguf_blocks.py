@@ -134,8 +134,8 @@ def test_scales_that_are_no_numbers_are_refused(tiny_model, kind, offset, bad):
     checkpoint.close()
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.inf, 3e38], ids=str)
-def test_float_elements_that_do_not_fit_are_refused(tiny_model, bad):
+@pytest.mark.parametrize(("bad", "what"), [(np.nan, "an element"), (-np.inf, "an element"), (3e38, "a scale")], ids=str)
+def test_float_elements_that_do_not_fit_are_refused(tiny_model, bad, what):
     def poison(tensors):
         data, kind = tensors["blk.0.attn_q.weight"]
         values = data.view(np.float32).copy()
@@ -144,6 +144,6 @@ def test_float_elements_that_do_not_fit_are_refused(tiny_model, bad):
 
     path = tiny_model(kinds=[Kind.F32], edit=poison)
     checkpoint = open_checkpoint(path)
-    with pytest.raises(CheckpointError, match=r"tensor blk\.0\.attn_q\.weight: .* not a finite number"):
+    with pytest.raises(CheckpointError, match=rf"tensor blk\.0\.attn_q\.weight: {what} .*is not a finite number"):
         checkpoint.matrix("q", 0)
     checkpoint.close()
