@@ -257,10 +257,12 @@ class TestErrors:
             "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
             "{% for x in [[[]]] recursive %}{{ loop([[]]) }}{{ loop([[[]]]) }}{% endfor %}",
             "{% for i in range(99999) %}{{ 'a' * 100000 }}{% endfor %}",
-            "{{ 'a' * 10 ** 8 }}",
-            "{{ 10 ** 8 * 'a' }}",
-            "{{ [0] * 10 ** 8 }}",
-            "{{ 10 ** (10 ** 6) }}",
+            "{{ ('a' * 10 ** 8) | length }}",
+            "{{ (10 ** 8 * 'a') | length }}",
+            "{{ ([0] * 10 ** 8) | length }}",
+            "{% set x = 'a' * 16777216 %}{{ (x + x) | length }}",
+            "{% set x = [0] * 16777216 %}{{ (x + x) | length }}",
+            "{{ 10 ** (10 ** 6) % 7 }}",
             "{% set n.x = n.x + n.x %}",
             "{% set n.x = n.x ~ n.x %}",
             "{% set n.x = [n.x, n.x] | join %}",
@@ -310,6 +312,11 @@ class TestErrors:
         source = "{% set n = namespace(l=[1]) %}{% for i in range(26) %}{% set n.l = [n.l, n.l] %}{% endfor %}{{ USE }}"
         with pytest.raises(TemplateError, match="takes more than 1048576 loop rounds and calls"):
             render(source.replace("USE", use))
+
+    @pytest.mark.parametrize("width", ["'{:>99999999}'", "'{:>{}}'", "'{0:{1}}'"])
+    def test_a_width_is_refused_before_it_is_made(self, width: str) -> None:
+        with pytest.raises(TemplateError, match="formats with a width that is too large"):
+            render(f"{{{{ {width}.format(1, 99999999) }}}}")
 
     def test_a_slow_template_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("shardline.cluster.template_sandbox.MAX_SECONDS", 0.05)
