@@ -43,6 +43,8 @@ misuse() {
 action=up
 head_ip=
 port=6379
+# What --down must be given again.
+again=()
 timeout=60
 python=${SHARDLINE_PYTHON:-}
 hosts_file=
@@ -58,8 +60,14 @@ while (($#)); do
     --head-ip | --port | --python | --timeout)
       (($# > 1)) || misuse "$1 needs a value"
       case $1 in
-        --head-ip) head_ip=$2 ;;
-        --port) port=$2 ;;
+        --head-ip)
+          head_ip=$2
+          again+=("$1" "$2")
+          ;;
+        --port)
+          port=$2
+          again+=("$1" "$2")
+          ;;
         --python) python=$2 ;;
         --timeout) timeout=$2 ;;
       esac
@@ -129,6 +137,7 @@ for address in "${addresses[@]}"; do
 done
 
 mark=$head_ip:$port
+down_command="$0 --down ${again[*]+"${again[*]} "}$hosts_file"
 # The same as ray_runtime.SETTINGS, and the mark by which --down finds what was started.
 settings="RAY_AUTH_MODE=token RAY_worker_niceness=0 RAY_health_check_initial_delay_ms=5000"
 settings+=" RAY_health_check_period_ms=3000 RAY_health_check_timeout_ms=3000 RAY_health_check_failure_threshold=3"
@@ -211,7 +220,7 @@ for index in "${!hosts[@]}"; do
   [[ $theirs == "$ours" ]] || fail "${hosts[index]} has $theirs; this machine has $ours. They must be the same"
 done
 
-[[ $($tool running "$mark") == 0 ]] || fail "a cluster that launch.sh started runs at $mark: launch.sh --down $hosts_file"
+[[ $($tool running "$mark") == 0 ]] || fail "a cluster that launch.sh started runs at $mark: $down_command"
 $tool make-token >"$logs/token" || fail "cannot make Ray's token"
 on_all token_command "$logs/token" || fail "cannot copy Ray's token to the hosts above"
 
@@ -237,5 +246,5 @@ trap 'rm -rf "$logs"' EXIT
 cat <<TEXT
 All $((${#hosts[@]} + 1)) nodes have joined the cluster at $mark.
   shardline run --address auto MODEL -p "..."
-  $0 --down $hosts_file
+  $down_command
 TEXT

@@ -77,7 +77,7 @@ class StageProcess:
         try:
             return future.result()
         except RayTaskError as error:
-            raise error.cause from error
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except RayError as error:
             self.lost = self.lost or f"{self.where}: {death_notice(error)}"
             raise NoAnswerError(self.lost) from error

@@ -260,7 +260,8 @@ def test_a_cluster_comes_up_serves_and_goes_down(hosts: Hosts, smollm2: Path):
     user = run(sys.executable, "-c", USER, smollm2, hosts.head, hosts.worker, **hosts.env)
     assert user.stdout.endswith("same bytes\n"), user.stdout
 
-    down = run(LAUNCH, "--port", "6399", "--down", hosts_file, **hosts.env)
+    (down_command,) = (line.split() for line in up.stdout.splitlines() if "--down" in line)
+    down = run(*down_command, **hosts.env)
     assert "Stopped what launch.sh started" in down.stdout
     assert node_tool.marked_processes(hosts.mark) == []
 
