@@ -290,6 +290,34 @@ def test_minus_infinity_is_never_drawn(cpu: Callable[[int], Backend]) -> None:
     assert tokens == {3, 77, 400}
 
 
+@pytest.mark.parametrize(
+    ("logits", "row", "expected"),
+    [
+        # A positive logit is divided, a negative one multiplied; a seen id of the prompt counts (count 0).
+        ((4.0, 2.1, -9.0), Row(repetition=2.0, history=((0, 0),)), 1),
+        ((-1.0, -1.9, -9.0), Row(repetition=2.0, history=((0, 0),)), 1),
+        ((-1.0, -2.1, -9.0), Row(repetition=2.0, history=((0, 5),)), 0),
+        ((1.9, 2.0, 2.1), Row(repetition=0.5, history=((0, 1),)), 0),
+        ((-2.0, -2.9, -1.9), Row(repetition=0.5, history=((0, 1), (1, 0))), 0),
+        # Presence once, frequency per occurrence, neither for an id of the prompt alone.
+        ((2.0, 1.4, 0.0), Row(presence=0.5, history=((0, 9),)), 0),
+        ((2.0, 1.6, 0.0), Row(presence=0.5, history=((0, 9),)), 1),
+        ((2.0, 1.6, 0.0), Row(presence=0.5, history=((0, 0),)), 0),
+        ((2.0, 1.4, 0.0), Row(frequency=0.25, history=((0, 2),)), 0),
+        ((2.0, 1.4, 0.0), Row(frequency=0.25, history=((0, 3),)), 1),
+        ((2.0, 1.9, 0.0), Row(frequency=-0.25, history=((0, 1), (1, 2))), 1),
+        # The repetition penalty comes first: 4 / 2 - 1 = 1, not (4 - 1) / 2 = 1.5; and bias before it: (1 + 3) / 2 = 2.
+        ((4.0, 1.2, 0.0), Row(repetition=2.0, presence=1.0, history=((0, 1),)), 1),
+        ((1.0, 2.2, 0.0), Row(repetition=2.0, bias=((0, 3.0),), history=((0, 0),)), 1),
+        ((1.0, 1.8, 0.0), Row(repetition=2.0, bias=((0, 1.0), (0, 2.0)), history=((0, 0),)), 0),
+    ],
+)
+def test_penalties(cpu: Callable[[int], Backend], logits: tuple[float, ...], row: Row, expected: int) -> None:
+    assert sample(cpu(1), np.array([logits]), [row]).token_ids[0] == expected
+    # A small temperature leaves the same winner.
+    assert sample(cpu(1), np.array([logits]), [replace(row, temperature=1e-3)]).token_ids[0] == expected
+
+
 def test_extreme_parameters(cpu: Callable[[int], Backend]) -> None:
     logits = np.array([1.0, 3.0, 2.0, 3.0, -1e30, 1e30], np.float32)
     finite = replace(Row(), bias=((5, -1e30),))
