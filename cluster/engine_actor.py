@@ -22,7 +22,7 @@ POLL_SECONDS = 2.0
 """How long a poll waits for something to say."""
 
 LEASE_SECONDS = 15.0
-"""A client that does not poll for this long is gone."""
+"""A client that does not begin a poll for this long is gone."""
 
 _STOP_SECONDS = 30.0
 
@@ -114,15 +114,12 @@ class EngineHost:
         """The next batch and its number; waits for it a while. `received` is the number of the last batch that arrived:
         one whose answer was lost comes again."""
         client = self._client(client_id)
-        try:
-            if client.number == received:
-                batch = await client.inbox.take(self._poll_seconds)
-                if batch:
-                    client.number, client.batch = received + 1, batch
-                    client.note_ends(batch)
-            return client.number, client.batch if client.number != received else []
-        finally:
-            client.heard_of = time.monotonic()
+        if client.number == received:
+            batch = await client.inbox.take(self._poll_seconds)
+            if batch:
+                client.number, client.batch = received + 1, batch
+                client.note_ends(batch)
+        return client.number, client.batch if client.number != received else []
 
     async def status(self) -> EngineStatus:
         """See `Engine.status`."""

@@ -297,13 +297,19 @@ REFUSED: list[tuple[Request, type[Exception], str]] = [
 def test_each_bad_request_is_one_clear_error_and_harms_no_other(rig: Callable[..., Rig]) -> None:
     async def work() -> None:
         async with rig() as r:
-            good = ask(5, 6, 7, max_tokens=120)
-            running = asyncio.create_task(r.whole(good))
+            good = ask(5, 6, 7, max_tokens=900)
+            stream = r.engine.generate(good)
+            deltas = []
             for request, kind, words in REFUSED:
+                # Each is refused between two steps of the good one.
+                deltas.append(await anext(stream))
+                assert deltas[-1].finish_reason is None
+                r.pipeline.gate.clear()
                 with pytest.raises(kind, match=words):
                     await r.run(request)
-                assert not running.done(), "the good request must run beside every bad one"
-            assert (await running).token_ids == expected(good)
+                r.pipeline.gate.set()
+            deltas += [delta async for delta in stream]
+            assert merge(deltas).token_ids == expected(good)
 
     within(work())
 
@@ -480,6 +486,42 @@ def test_cancel_of_a_waiting_request_lets_the_next_one_in(rig: Callable[..., Rig
             r.pipeline.gate.set()
             assert (await first).token_ids == expected(ask(5))
             assert (await third).token_ids == expected(ask(7))
+
+    within(work())
+
+
+def test_room_that_a_cancel_makes_is_used_at_once(rig: Callable[..., Rig]) -> None:
+    """Not only when the next result comes."""
+
+    async def work() -> None:
+        async with rig(max_sequences=1) as r:
+            r.pipeline.gate.clear()
+            planned = len(r.pipeline.plans)
+            first = asyncio.create_task(r.run(replace(ask(5), request_id="first")))
+            second = asyncio.create_task(r.whole(ask(6)))
+            while len(r.pipeline.plans) == planned:
+                await asyncio.sleep(0)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(r.pipeline.plans) == planned + 1
+            r.engine.cancel("first")
+            while len(r.pipeline.plans) == planned + 1:
+                await asyncio.sleep(0)
+            r.pipeline.gate.set()
+            assert (await first)[-1].finish_reason == "abort"
+            assert (await second).token_ids == expected(ask(6))
+
+    within(work())
+
+
+def test_usage_counts_what_the_prefix_cache_held(rig: Callable[..., Rig]) -> None:
+    async def work() -> None:
+        async with rig() as r:
+            request = ask(*range(1, 2 * BLOCK_SIZE + 5), n=2)
+            cold = (await r.run(request))[-1].usage
+            warm = (await r.run(request))[-1].usage
+            assert warm.cached_tokens == 2 * BLOCK_SIZE
+            assert warm.prompt_tokens == cold.prompt_tokens == 2 * BLOCK_SIZE + 4
 
     within(work())
 

@@ -385,6 +385,39 @@ def test_after_an_expired_lease_streams_end_and_new_requests_run(hosted: Callabl
     asyncio.run(work())
 
 
+def test_an_answer_from_an_expired_lease_is_not_taken_for_a_new_requests(hosted: Callable[..., Hosted]) -> None:
+    async def work() -> None:
+        async with hosted() as h:
+            client = await connect(h, lambda _method, _count: None)
+            connection: Any = client._connection
+            first_lease = connection._lease.client_id
+            poll, held, late = h.host.poll, asyncio.Event(), asyncio.Event()
+
+            async def slow(client_id: str, received: int) -> Any:
+                answer = await poll(client_id, received)
+                if client_id == first_lease and answer[1]:
+                    held.set()
+                    await late.wait()
+                return answer
+
+            h.host.poll = slow  # type: ignore[method-assign]
+            old = await client.submit(ask("same", 5))
+            await held.wait()
+            await h.host.leave(first_lease)
+            h.pipeline.gate.clear()
+            new = await client.submit(ask("other", 6))
+            # As soon as it was accepted, the old one's id is free; its answer is still on its way.
+            again = await client.submit(ask("same", 7))
+            late.set()
+            h.pipeline.gate.set()
+            with pytest.raises(LeaseExpiredError):
+                await old.result()
+            assert (await new.result()).token_ids == script(6, 10)
+            assert (await again.result()).token_ids == script(7, 10)
+
+    asyncio.run(work())
+
+
 def test_a_lease_that_cannot_be_renewed_leaves_no_stream_waiting(hosted: Callable[..., Hosted]) -> None:
     async def work() -> None:
         async with hosted() as h:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardline.cluster import Client, Delta, Engine, Request
+from shardline.cluster import Client, Delta, Engine, Request, TemplateError
 from shardline.cluster.inbox import merge
 from shardline.cluster.model_text import ModelText
 from shardline.cluster.tokenizer import Tokenizer
@@ -191,6 +191,28 @@ def test_cut_by_abort_anywhere(scripted_pipeline: Any, text: ModelText, name: st
         await engine.close()
 
     asyncio.run(work())
+
+
+def test_a_space_between_prompt_and_answer_is_part_of_the_answer(scripted_pipeline: Any) -> None:
+    """SentencePiece: the space that a text begins with is the encoder's own; one after a prompt's last word is not."""
+    pieces = ["<unk>", "<s>", "</s>", "▁Paris", "▁is", "▁the"]
+    tokenizer = Tokenizer.from_metadata(
+        {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": pieces,
+            "tokenizer.ggml.scores": [0.0] * len(pieces),
+            "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1],
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+        }
+    )
+    text = ModelText(tokenizer, TemplateError("none"))
+    requests = [
+        Request(token_ids=prompt, params=SamplingParams(max_tokens=2)) for prompt in ((1, 5, 4), (1,), (1, 4, 2))
+    ]
+    after_word, after_begin, after_end = stream_all(scripted_pipeline, text, (3, 4), requests)
+    assert merge(after_word).text == " Paris is"
+    assert merge(after_begin).text == merge(after_end).text == "Paris is"
 
 
 # -- the real model --------------------------------------------------------------------------------------------------
