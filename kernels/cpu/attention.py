@@ -283,7 +283,8 @@ def paged_attention(
     low = cost * heads * thread // num_threads
     high = cost * heads * (thread + 1) // num_threads
     done = 0
-    row = 0
+    # Not a plain 0, for which numba would compile another `_attend`.
+    row = np.int64(0)
     while row < rows and done < high:
         end_row = row
         cost = 0

@@ -34,6 +34,8 @@ _WEIGHTLESS = np.float32(-28.5)
 _LOWEST = np.float32(-np.inf)
 _NAN = np.float32(np.nan)
 _ZERO = np.float32(0.0)
+# Not a plain 0, for which numba would compile callees once more.
+_START = np.int64(0)
 
 
 def sample_scratch_bytes(vocab: int) -> int:
@@ -332,14 +334,14 @@ def sample_rows(
                 presence[row],
                 frequency[row],
             )
-            _block_maxima(work, 0, vocab, maxima)
+            _block_maxima(work, _START, vocab, maxima)
             largest = _largest(maxima, blocks)
             if greedy or not math.isfinite(largest):
-                chosen = _first_equal(work, 0, vocab, maxima, largest)
+                chosen = _first_equal(work, _START, vocab, maxima, largest)
             else:
                 for i in range(vocab):
                     work[i] = (work[i] - largest) / temperature[row]
-                _block_maxima(work, 0, vocab, maxima)
+                _block_maxima(work, _START, vocab, maxima)
                 threshold = _threshold(work, vocab, maxima, top_k[row], top_p[row], min_p[row], kept, weights, bins)
                 chosen = _noisiest(work, vocab, maxima, threshold, seed[row], position[row], words, noise)
         token_ids[row] = chosen
