@@ -16,6 +16,7 @@ from shardline.scheduler.params import SamplingParams
 from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan
 from shardline.stage.decoder import StepRows
 from shardline.stage.errors import PlanError
+from shardline.stage.sampling import History
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Limits:
         max_step_tokens: The most rows of one step.
         max_sequences: The most sequences known at once.
         vocab_size: Token ids lie below it.
+        keeps_histories: The stage samples, and so keeps the tokens that penalties look at.
     """
 
     num_blocks: int
@@ -38,6 +40,7 @@ class Limits:
     max_step_tokens: int
     max_sequences: int
     vocab_size: int
+    keeps_histories: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,13 @@ class Sequence:
         params: How its tokens are chosen.
         blocks: int32, its block table so far.
         position: Where its next run begins; None before its first, which may begin behind a cached prefix.
+        history: Its tokens, on a stage that samples and if its parameters need them.
     """
 
     params: SamplingParams
     blocks: NDArray[np.int32]
     position: int | None
+    history: History | None
 
 
 def checked(plan: StepPlan, known: Mapping[int, Sequence], limits: Limits) -> dict[int, Sequence]:
@@ -92,7 +97,9 @@ def _started(step_id: int, start: SequenceStart, limits: Limits) -> Sequence:
     _check_ids(what, "logit_bias token", [token_id for token_id, _ in start.params.logit_bias], limits.vocab_size)
     if not 0 <= start.prompt_len <= len(start.token_ids):
         raise PlanError(f"{what}: a prompt of {start.prompt_len} of {len(start.token_ids)} tokens")
-    return Sequence(start.params, np.array(start.block_ids, np.int32), None)
+    needed = limits.keeps_histories and start.params.needs_history
+    history = History(start.token_ids, start.prompt_len) if needed else None
+    return Sequence(start.params, np.array(start.block_ids, np.int32), None, history)
 
 
 def _advanced(step_id: int, run: SequenceRun, sequence: Sequence, limits: Limits) -> Sequence:

@@ -12,7 +12,7 @@ from shardline.scheduler.plan import StepPlan, StepResult
 from shardline.stage.checkpoint import Checkpoint
 from shardline.stage.decoder import Decoder
 from shardline.stage.errors import PlanError
-from shardline.stage.sampling import History, SamplingRow, sampled_tokens, sampling_batch
+from shardline.stage.sampling import SamplingRow, sampled_tokens, sampling_batch
 from shardline.stage.sequences import Limits, Sequence, checked, step_rows
 from shardline.stage.spec import StageSpec
 
@@ -43,9 +43,9 @@ class Stage:
             max_step_tokens=spec.max_step_tokens,
             max_sequences=spec.max_sequences,
             vocab_size=checkpoint.spec.vocab_size,
+            keeps_histories=spec.has_head,
         )
         self._sequences: dict[int, Sequence] = {}
-        self._histories: dict[int, History] = {}
         self._next_step: int | None = None
 
     def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
@@ -77,7 +77,6 @@ class Stage:
     def reset(self) -> None:
         """Forget every sequence; the next plan may have any step id. Weights and pool stay."""
         self._sequences.clear()
-        self._histories.clear()
         self._next_step = None
 
     def close(self) -> None:
@@ -94,12 +93,6 @@ class Stage:
 
         self._next_step = plan.step_id + 1
         self._sequences = after
-        if self.spec.has_head:
-            for seq_id in plan.forget:
-                self._histories.pop(seq_id, None)
-            for start in plan.starts:
-                if start.params.needs_history:
-                    self._histories[start.seq_id] = History(start.token_ids, start.prompt_len)
         self._decoder.forward(step, hidden)
 
     def _check_hidden(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> None:
@@ -122,9 +115,8 @@ class Stage:
             if run.samples:
                 seq_ids.append(run.seq_id)
                 last_rows.append(end - 1)
-                position = run.position + len(run.token_ids)
-                params = self._sequences[run.seq_id].params
-                rows.append(SamplingRow(params, position, self._histories.get(run.seq_id)))
+                sequence = self._sequences[run.seq_id]
+                rows.append(SamplingRow(sequence.params, run.position + len(run.token_ids), sequence.history))
         if not rows:
             self._backend.synchronize()
             return StepResult(plan.step_id, ())
