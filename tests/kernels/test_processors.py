@@ -15,7 +15,7 @@ from shardline.kernels.cpu.jit import target_features
 SCRIPT = """
 import hashlib
 import numpy as np
-from shardline.kernels import GroupedMatrix, cpu_backend, pack_nibbles
+from shardline.kernels import GroupedMatrix, KVLayout, RopeTable, Rows, SamplingBatch, cpu_backend, pack_nibbles
 from shardline.kernels.cpu.microkernel import PASS_BYTES
 
 rng = np.random.default_rng(0)
@@ -38,6 +38,40 @@ for rows in (1, 2, 3, 4, 67):
     backend.gated_linear(normed, gated, product, rows)
     for array in (normed, out, product):
         digest.update(backend.read(array).tobytes())
+
+length, dim = 300, 80
+angles = rng.random((length, dim // 2), np.float32)
+rope = RopeTable(backend.upload(np.cos(angles)), backend.upload(np.sin(angles)), False)
+numbers = backend.upload(np.arange(length, dtype=np.int32))
+table = backend.upload(np.arange(-(-length // 16), dtype=np.int32)[None])
+rows = Rows(length, numbers, numbers, backend.upload(np.zeros(length, np.int32)), table)
+qkv = backend.upload(rng.standard_normal((length, 5 * dim), np.float32) * 2)
+out = backend.empty((length, 3 * dim), "float32")
+cache = backend.allocate_kv(KVLayout(1, table.shape[1], 16, 1, dim, "float16"))
+weight = backend.upload(rng.standard_normal(dim, np.float32))
+backend.rope_kv_write(qkv, rows, rope, cache, 0, q_norm=weight, k_norm=weight, eps=1e-6)
+backend.paged_attention(qkv, rows, cache, 0, dim**-0.5, out)
+for array in (qkv, out):
+    digest.update(backend.read(array).tobytes())
+
+count, vocab = 40, 3001
+some = rng.integers(0, 2, (4, count))
+
+def floats(values):
+    return np.asarray(values, np.float32)
+
+batch = SamplingBatch(
+    temperature=floats(0.5 + some[0]), top_k=(some[1] * 40).astype(np.int32), top_p=floats(1 - 0.3 * some[2]),
+    min_p=floats(0.01 * some[3]), repetition=np.ones(count, np.float32), presence=np.zeros(count, np.float32),
+    frequency=np.zeros(count, np.float32), seed=np.arange(count, dtype=np.uint64),
+    position=np.arange(count, dtype=np.int64), logprobs=np.full(count, 9, np.int32),
+    bias_offsets=np.zeros(count + 1, np.int64), bias_ids=np.zeros(0, np.int32), bias_values=np.zeros(0, np.float32),
+    history_offsets=np.zeros(count + 1, np.int64), history_ids=np.zeros(0, np.int32),
+    history_counts=np.zeros(0, np.int32),
+)
+chosen = backend.sample(backend.upload(rng.standard_normal((count, vocab), np.float32) * 3), batch)
+for array in (chosen.token_ids, chosen.logprobs, chosen.top_ids, chosen.top_logprobs):
+    digest.update(array.tobytes())
 backend.close()
 print(PASS_BYTES, digest.hexdigest())
 """
