@@ -4,74 +4,91 @@
 // [2^14, 2^15): no value of the row overflows, and values down to 2^-28 of the largest keep all their bits. The scale is a
 // function of the row alone. A row with an infinity or a NaN is carried over unscaled and stays the only one it spoils.
 //
-// grid (rows); 256 threads, always: thread t sums elements 4t..4t+3 of each 1024, ascending, then a fixed tree. So the order of the
-// sum of squares depends on K alone.
-// Layout of `out`: see linear.cu. K needs not be a multiple of 64: the rest of the last block is zero.
+// grid (rows); THREADS threads, which is a function of K alone: thread t sums elements 4t..4t+3 of each round, ascending, then a fixed
+// tree. `sums` gets, for every 32 channels, the sum of what the products see (in halves): 4 channels ascending, then a fixed tree over 8.
+// With `unit` the scale is 1: for rows that are in the range of halves by their nature (attention's, a mean of halves).
+// Layouts of `out` and `sums`: see linear.cu. K is a multiple of 4, not of 64: the rest of the last block is zero.
+// Define: THREADS 256 or 1024.
 
-constexpr int THREADS = 256;
+constexpr float LARGEST = 3.4028235e38f;
 
-DEVICE float block_reduce(float v, bool maximum, float* scratch) {
+struct Reduced {
+    float sum, largest;
+};
+
+DEVICE Reduced block_reduce(Reduced v, Reduced* scratch) {
     UNROLL for (int d = 16; d > 0; d >>= 1) {
-        const float other = __shfl_xor_sync(~0u, v, d);
-        v = maximum ? fmaxf(v, other) : __fadd_rn(v, other);
+        v.sum = __fadd_rn(v.sum, __shfl_xor_sync(~0u, v.sum, d));
+        v.largest = fmaxf(v.largest, __shfl_xor_sync(~0u, v.largest, d));
     }
     if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
     __syncthreads();
-    v = scratch[0];
-    UNROLL for (int i = 1; i < THREADS / 32; i++) v = maximum ? fmaxf(v, scratch[i]) : __fadd_rn(v, scratch[i]);
-    __syncthreads();
+    v = scratch[threadIdx.x & (THREADS / 32 - 1)];
+    UNROLL for (int d = THREADS / 64; d > 0; d >>= 1) {
+        v.sum = __fadd_rn(v.sum, __shfl_xor_sync(~0u, v.sum, d));
+        v.largest = fmaxf(v.largest, __shfl_xor_sync(~0u, v.largest, d));
+    }
     return v;
 }
 
 template <bool NORM>
-DEVICE void prepare(const float* x, const float* weight, float eps, u32* out, float* scales, int K, int KB) {
-    extern __shared__ float row[];
-    __shared__ float scratch[THREADS / 32];
-    const int m = blockIdx.x;
-    x += (size_t)m * K;
-    float squares = 0.f;
-    for (int k = threadIdx.x * 4; k < KB * 64; k += THREADS * 4) {
+DEVICE void prepare(const float* x, const float* weight, float eps, u32* out, float* scales, float* sums, int K, int KB, int unit) {
+    extern __shared__ float4 row[];
+    __shared__ Reduced scratch[THREADS / 32];
+    const int m = blockIdx.x, quads = KB * 16;
+    const float4* from = (const float4*)(x + (size_t)m * K);
+    Reduced own = {0.f, 0.f};
+    for (int i = threadIdx.x; i < quads; i += THREADS) {
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (i * 4 < K) v = from[i];
+        if (NORM) {
+            own.sum = __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, own.sum))));
+            if (i * 4 < K) {
+                const float4 w = ((const float4*)weight)[i];
+                v = make_float4(__fmul_rn(v.x, w.x), __fmul_rn(v.y, w.y), __fmul_rn(v.z, w.z), __fmul_rn(v.w, w.w));
+            }
+        }
+        row[i] = v;
         UNROLL for (int j = 0; j < 4; j++) {
-            const float v = k + j < K ? x[k + j] : 0.f;
-            row[k + j] = v;
-            if (NORM) squares = __fmaf_rn(v, v, squares);
+            const float a = fabsf(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w);
+            own.largest = a <= LARGEST ? fmaxf(own.largest, a) : __uint_as_float(0x7f800000u);  // a NaN counts as infinite
         }
     }
-    if (NORM) {
-        const float mean = __fdiv_rn(block_reduce(squares, false, scratch), (float)K);
-        const float factor = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
-        for (int k = threadIdx.x * 4; k < KB * 64; k += THREADS * 4)
-            UNROLL for (int j = 0; j < 4; j++)
-                if (k + j < K) row[k + j] = __fmul_rn(__fmul_rn(row[k + j], factor), weight[k + j]);
-    }
-    float largest = 0.f;
-    bool finite = true;
-    for (int k = threadIdx.x * 4; k < KB * 64; k += THREADS * 4) UNROLL for (int j = 0; j < 4; j++) {
-        const float v = fabsf(row[k + j]);
-        largest = fmaxf(largest, v);
-        finite = finite && v <= 3.4028235e38f;
-    }
-    largest = block_reduce(largest, true, scratch);
-    finite = __syncthreads_and(finite);
+    own = block_reduce(own, scratch);
+    float factor = 1.f;
+    if (NORM) factor = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(own.sum, (float)K), eps)));
+    const float largest = __fmul_rn(own.largest, factor);
     int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
-    exponent = !finite || largest == 0.f ? 0 : min(max(exponent, -112), 112);
-    const float down = __uint_as_float((u32)(127 - exponent) << 23);
+    exponent = unit || !(largest <= LARGEST) || largest == 0.f ? 0 : min(max(exponent, -112), 112);
+    const float down = __fmul_rn(factor, __uint_as_float((u32)(127 - exponent) << 23));
     if (threadIdx.x == 0) scales[m] = __uint_as_float((u32)(127 + exponent) << 23);
 
     const int tile = m >> 3, column = m & 7;
-    for (int k = threadIdx.x * 4; k < KB * 64; k += THREADS * 4) UNROLL for (int j = 0; j < 4; j += 2) {
-        const int block = k >> 6, step = (k >> 4) & 3, inside = (k + j) & 15;
-        const int lane = column * 4 + ((inside & 7) >> 1), word = (step & 1) * 2 + (inside >> 3);
-        out[((((size_t)tile * KB + block) * 2 + (step >> 1)) * 32 + lane) * 4 + word] =
-            floats_to_half2(__fmul_rn(row[k + j], down), __fmul_rn(row[k + j + 1], down));
+    // Every warp goes round together: the last round may have idle threads, which still take part in the tree.
+    for (int i0 = threadIdx.x & ~31; i0 < quads; i0 += THREADS) {
+        const int i = i0 + (threadIdx.x & 31), block = i >> 4, step = (i >> 2) & 3;
+        float sum = 0.f;
+        if (i < quads) {
+            const float4 v = row[i];
+            UNROLL for (int j = 0; j < 4; j += 2) {
+                const int inside = (i * 4 + j) & 15, lane = column * 4 + ((inside & 7) >> 1), word = (step & 1) * 2 + (inside >> 3);
+                const u32 pair = floats_to_half2(__fmul_rn(j ? v.z : v.x, down), __fmul_rn(j ? v.w : v.y, down));
+                out[((((size_t)tile * KB + block) * 2 + (step >> 1)) * 32 + lane) * 4 + word] = pair;
+                sum = __fadd_rn(sum, half_to_float((u16)(pair & 0xffff)));
+                sum = __fadd_rn(sum, half_to_float((u16)(pair >> 16)));
+            }
+        }
+        UNROLL for (int d = 1; d < 8; d <<= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+        if (i < quads && (threadIdx.x & 7) == 0) sums[(((size_t)tile * KB + block) * 2 + ((i >> 3) & 1)) * 8 + column] = sum;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) prepare_rows(const float* x, u32* out, float* scales, int K, int KB) {
-    prepare<false>(x, nullptr, 0.f, out, scales, K, KB);
+extern "C" __global__ void __launch_bounds__(THREADS)
+    prepare_rows(const float* x, u32* out, float* scales, float* sums, int K, int KB, int unit) {
+    prepare<false>(x, nullptr, 0.f, out, scales, sums, K, KB, unit);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rows(const float* x, const float* weight, float eps, u32* out,
-                                                                    float* scales, int K, int KB) {
-    prepare<true>(x, weight, eps, out, scales, K, KB);
+extern "C" __global__ void __launch_bounds__(THREADS)
+    rms_norm_rows(const float* x, const float* weight, float eps, u32* out, float* scales, float* sums, int K, int KB) {
+    prepare<true>(x, weight, eps, out, scales, sums, K, KB, 0);
 }

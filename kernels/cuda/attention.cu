@@ -10,8 +10,10 @@
 //   they share the keys and values that are read, and with the G query heads of a KV head fill the 16 rows of an mma.
 // attend_rows: grid (1, KV heads, query tiles), 128 threads. A block walks all splits of its tile and merges them as it goes.
 // attend_splits: grid (split blocks, KV heads, query tiles). Block x takes splits x, x + gridDim.x, ... and writes each split's
-//   (o, m, l) to `partial` [row][query head][split][HEAD_DIM + 2].
-// combine_splits: grid (rows, KV heads), 32 threads a query head: merges a row's splits in order. Same bits as attend_rows.
+//   (o, m, l) to `partial` [row][query head][split][HEAD_DIM + 2]; the last block of a tile and head to arrive merges them in order.
+//   Same bits as attend_rows.
+// The result goes to `out` as B fragments with their sums (linear.cu), scale 1: it is a mean of halves. HEAD_DIM not a multiple of
+// 32: as float32 rows, for prepare_rows.
 //
 // qkv [rows, (Hq + 2 Hkv) * HEAD_DIM] float32, queries turned already. Cache [blocks][Hkv][block size][HEAD_DIM] half.
 // tiles int32 [tiles][2]: first row, number of rows (0: none). Block size a power of two from 8; G <= 16.
@@ -75,10 +77,43 @@ DEVICE void merge(float& M, float& L, float m, float l, float& keep, float& add)
     L = __fmaf_rn(L, keep, __fmul_rn(l, add));
 }
 
+struct Result {
+    float* rows;     // [rows][Hq * HEAD_DIM], HEAD_DIM not a multiple of 32
+    u32* fragments;  // otherwise
+    float* sums;
+    int KB;
+};
+
+// One row's 32 channels from `channel` on, a channel a lane.
+DEVICE void store_32(const Result& result, int row, int channel, float v) {
+    const int lane = threadIdx.x & 31, tile = row >> 3, column = row & 7, block = channel >> 6;
+    const float next = __shfl_down_sync(~0u, v, 1);
+    const int k = channel + lane, step = (k >> 4) & 3, inside = k & 15;
+    if ((lane & 1) == 0) {
+        const int to = column * 4 + ((inside & 7) >> 1), word = (step & 1) * 2 + (inside >> 3);
+        result.fragments[((((size_t)tile * result.KB + block) * 2 + (step >> 1)) * 32 + to) * 4 + word] = floats_to_half2(v, next);
+    }
+    // The order of activation.cu: 4 channels ascending, then a tree over 8.
+    const float seen = half_to_float(float_to_half(v));
+    float sum = 0.f;
+    UNROLL for (int j = 0; j < 4; j++) sum = __fadd_rn(sum, __shfl_sync(~0u, seen, (lane & 7) * 4 + j));
+    UNROLL for (int d = 1; d < 8; d <<= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+    if (lane == 0) result.sums[(((size_t)tile * result.KB + block) * 2 + ((channel >> 5) & 1)) * 8 + column] = sum;
+}
+
+// All channels of one row and head, 32 a time, by one warp; f[j] is channel j * 32 + lane.
+DEVICE void store_head(const Result& result, int row, int channels, int head, const float* f) {
+    UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) {
+        const int d = j * 32 + (threadIdx.x & 31);
+        if (HEAD_DIM % 32 == 0) store_32(result, row, head * HEAD_DIM + j * 32, f[j]);
+        else if (d < HEAD_DIM) result.rows[(size_t)row * channels + head * HEAD_DIM + d] = f[j];
+    }
+}
+
 template <bool WHOLE>
 DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const int* tiles, const int* positions,
-                   const int* sequences, const int* block_tables, float* out, int table_width, int block_shift, int G,
-                   int kv_heads, int max_splits, float scale_log2e) {
+                   const int* sequences, const int* block_tables, float* partial, u32* arrived, const Result& result,
+                   int table_width, int block_shift, int G, int kv_heads, int max_splits, float scale_log2e) {
     extern __shared__ __align__(16) u8 shared[];  // STAGES x (keys, values)
     __shared__ u32 probabilities[16 * 36];
     __shared__ float maxima[4 * 16];
@@ -87,6 +122,7 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
     if (count == 0) return;
     const int length = positions[first_row + count - 1] + 1;
     const int splits = (length + KV_TILE * SPLIT_TILES - 1) / (KV_TILE * SPLIT_TILES);
+    if (!WHOLE && blockIdx.x >= splits) return;  // and is not waited for
     const int* table = block_tables + (size_t)sequences[first_row] * table_width;
     const int block_mask = (1 << block_shift) - 1;
 
@@ -208,7 +244,7 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
             const int i = group_row + h * 8;
             if (i >= count * G) continue;
             const size_t row = ((size_t)(first_row + i / G) * kv_heads + head) * G + i % G;
-            float* to = out + (row * max_splits + split) * (HEAD_DIM + 2);
+            float* to = partial + (row * max_splits + split) * (HEAD_DIM + 2);
             UNROLL for (int n = 0; n < OWN_COLUMNS; n++) {
                 const int column = warp + n * 4;
                 if (column < COLUMN_TILES) UNROLL for (int e = 0; e < 2; e++) to[column * 8 + (lane & 3) * 2 + e] = o[n][h * 2 + e];
@@ -219,48 +255,61 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
             }
         }
     }
-    if (WHOLE) UNROLL for (int h = 0; h < 2; h++) {
-        const int i = group_row + h * 8;
-        if (i >= count * G) continue;
-        float* to = out + (((size_t)(first_row + i / G) * kv_heads + head) * G + i % G) * HEAD_DIM;
-        UNROLL for (int n = 0; n < OWN_COLUMNS; n++) {
+    const int query_heads = kv_heads * G;
+    if (WHOLE) {
+        // Through shared memory, so that one warp has a row's channels side by side.
+        __syncthreads();
+        float* heads = (float*)shared;  // [16][HEAD_DIM]
+        UNROLL for (int h = 0; h < 2; h++) UNROLL for (int n = 0; n < OWN_COLUMNS; n++) {
             const int column = warp + n * 4;
-            if (column < COLUMN_TILES)
-                UNROLL for (int e = 0; e < 2; e++)
-                    to[column * 8 + (lane & 3) * 2 + e] = __fdiv_rn(merged.f[n][h * 2 + e], merged.l[h]);
+            if (column < COLUMN_TILES) UNROLL for (int e = 0; e < 2; e++)
+                heads[(group_row + h * 8) * HEAD_DIM + column * 8 + (lane & 3) * 2 + e] = __fdiv_rn(merged.f[n][h * 2 + e], merged.l[h]);
         }
+        __syncthreads();
+        for (int i = warp; i < count * G; i += 4) {
+            float f[(HEAD_DIM + 31) / 32];
+            UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) f[j] = j * 32 + lane < HEAD_DIM ? heads[i * HEAD_DIM + j * 32 + lane] : 0.f;
+            store_head(result, first_row + i / G, query_heads * HEAD_DIM, head * G + i % G, f);
+        }
+        return;
+    }
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u32* counter = arrived + blockIdx.z * kv_heads + head;
+        last = atomicAdd(counter, 1u) == (u32)min(splits, (int)gridDim.x) - 1;
+        if (last) *counter = 0;  // for the next launch
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for (int i = warp; i < count * G; i += 4) {
+        const int row = first_row + i / G, used = positions[row] / (KV_TILE * SPLIT_TILES) + 1;
+        const size_t at = ((size_t)row * kv_heads + head) * G + i % G;
+        const float* from = partial + at * max_splits * (HEAD_DIM + 2);
+        float M = FAR, L = 0.f, F[(HEAD_DIM + 31) / 32] = {};
+        for (int s = 0; s < used; s++, from += HEAD_DIM + 2) {
+            float keep, add;
+            merge(M, L, __ldcg(from + HEAD_DIM), __ldcg(from + HEAD_DIM + 1), keep, add);
+            UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) {
+                const int d = j * 32 + lane;
+                if (d < HEAD_DIM) F[j] = __fmaf_rn(F[j], keep, __fmul_rn(__ldcg(from + d), add));
+            }
+        }
+        UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) F[j] = __fdiv_rn(F[j], L);
+        store_head(result, row, query_heads * HEAD_DIM, head * G + i % G, F);
     }
 }
 
 #define ATTEND(name, WHOLE)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                \
         name(const float* qkv, const u16* keys, const u16* values, const int* tiles, const int* positions,               \
-             const int* sequences, const int* block_tables, float* out, int table_width, int block_shift, int G,         \
-             int kv_heads, int max_splits, float scale_log2e) {                                                          \
-        attend<WHOLE>(qkv, keys, values, tiles, positions, sequences, block_tables, out, table_width, block_shift, G,    \
-                      kv_heads, max_splits, scale_log2e);                                                                \
+             const int* sequences, const int* block_tables, float* partial, u32* arrived, float* rows, u32* fragments,   \
+             float* sums, int KB, int table_width, int block_shift, int G, int kv_heads, int max_splits,                 \
+             float scale_log2e) {                                                                                        \
+        attend<WHOLE>(qkv, keys, values, tiles, positions, sequences, block_tables, partial, arrived,                    \
+                      {rows, fragments, sums, KB}, table_width, block_shift, G, kv_heads, max_splits, scale_log2e);      \
     }
 ATTEND(attend_rows, true)
 ATTEND(attend_splits, false)
-
-extern "C" __global__ void combine_splits(const float* partial, const int* positions, float* out, int G, int kv_heads,
-                                          int max_splits) {
-    const int row = blockIdx.x, splits = positions[row] / (KV_TILE * SPLIT_TILES) + 1;
-    for (int g = threadIdx.x >> 5; g < G; g += blockDim.x >> 5) {
-        const size_t at = ((size_t)row * kv_heads + blockIdx.y) * G + g;
-        const float* from = partial + at * max_splits * (HEAD_DIM + 2);
-        float M = FAR, L = 0.f, F[(HEAD_DIM + 31) / 32] = {};
-        for (int s = 0; s < splits; s++, from += HEAD_DIM + 2) {
-            float keep, add;
-            merge(M, L, from[HEAD_DIM], from[HEAD_DIM + 1], keep, add);
-            UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) {
-                const int d = j * 32 + (threadIdx.x & 31);
-                if (d < HEAD_DIM) F[j] = __fmaf_rn(F[j], keep, __fmul_rn(from[d], add));
-            }
-        }
-        UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) {
-            const int d = j * 32 + (threadIdx.x & 31);
-            if (d < HEAD_DIM) out[at * HEAD_DIM + d] = __fdiv_rn(F[j], L);
-        }
-    }
-}

@@ -39,6 +39,7 @@ class Activations:
     values: Any
     fragments: Any
     scales: Any
+    sums: Any
     blocks: int
 
     @property
@@ -99,6 +100,7 @@ class CudaBackend(Backend):
                 cupy.empty((rows, channels), cupy.float32),
                 cupy.zeros((tokens // 8, blocks, 2, 32, 4), cupy.uint32),
                 cupy.ones(tokens, cupy.float32),
+                cupy.zeros((tokens // 8, blocks, 2, 8), cupy.float32),
                 blocks,
             )
 
@@ -202,8 +204,11 @@ class CudaBackend(Backend):
 
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
         size = weight.shape[0]
-        arguments = (x, weight, _float(eps), out.fragments, out.scales, _int(size), _int(out.blocks))
-        self._launch(("activation", "rms_norm_rows"), (rows,), 256, arguments, shared=out.blocks * 256)
+        arguments = (x, weight, _float(eps), out.fragments, out.scales, out.sums, _int(size), _int(out.blocks))
+        threads = tables.row_threads(size)
+        self._launch(
+            ("activation", "rms_norm_rows"), (rows,), threads, arguments, shared=out.blocks * 256, THREADS=threads
+        )
 
     def linear(
         self, x: Array, weight: Weight, out: Array, rows: int, *, bias: Array | None = None, accumulate: bool = False
@@ -264,7 +269,10 @@ class CudaBackend(Backend):
         max_splits = -(-rows.block_tables.shape[1] * layout.block_size // tables.ATTENTION_SPLIT)
         # Both ways give the same bits; splits over blocks where rows alone would not fill the device.
         whole = rows.count * layout.num_kv_heads >= 4 * self._processors * (16 // group)
-        target = out.values if whole else self._partials(rows.count * layout.num_kv_heads * group * max_splits, layout)
+        partial = self._partial
+        if not whole:
+            need = rows.count * layout.num_kv_heads * group * max_splits * (layout.head_dim + 2)
+            partial = self._partial = self._grown(partial, need)
         head_dim = layout.head_dim
         width = min(max_splits, max(1, -(-4 * self._processors // (rows.count * layout.num_kv_heads))))
         self._launch(
@@ -279,7 +287,12 @@ class CudaBackend(Backend):
                 rows.positions,
                 rows.sequences,
                 rows.block_tables,
-                target,
+                partial,
+                self._arrived,
+                out.values,
+                out.fragments,
+                out.sums,
+                _int(out.blocks),
                 _int(rows.block_tables.shape[1]),
                 _int(_shift(layout)),
                 _int(group),
@@ -290,15 +303,8 @@ class CudaBackend(Backend):
             shared=tables.attention_shared_bytes(head_dim),
             HEAD_DIM=head_dim,
         )
-        if not whole:
-            self._launch(
-                ("attention", "combine_splits"),
-                (rows.count, layout.num_kv_heads),
-                32 * min(group, 32),
-                (target, rows.positions, out.values, _int(group), _int(layout.num_kv_heads), _int(max_splits)),
-                HEAD_DIM=head_dim,
-            )
-        self._make_fragments(out, rows.count)
+        if head_dim % 32:
+            self._make_fragments(out, rows.count, unit=True)
 
     def gather_rows(self, x: Array, indices: Array, out: Array, count: int) -> None:
         checks.gather_rows(x, indices, out, count)
@@ -369,21 +375,21 @@ class CudaBackend(Backend):
         assert x.blocks == weight.blocks, f"x has {x.shape[1]} channels, the weight takes {weight.inputs}"
         num_slices = tables.slices(weight.blocks)
         for part in weight.parts:
-            few = rows <= 16
-            choose = tables.few_tokens(rows, weight.gated, num_slices, part.channels) if few else None
-            variant = choose or tables.many_tokens(rows, weight.gated)
-            grid_x, grid_y = -(-part.tiles * weights.TILE // variant.channels), -(-rows // variant.tokens)
-            # Few blocks: each slice gets its own, and the last to arrive adds them in order. The bits are the same.
-            split = not few and num_slices > 1 and grid_x * grid_y < 2 * self._processors
-            sums = self._slice_sums
-            if split:
-                need = num_slices * grid_x * grid_y * variant.tokens * variant.channels
-                sums = self._slice_sums = self._grown(sums, need)
+            launch = tables.linear_launch(
+                rows,
+                part.tiles * weights.TILE,
+                num_slices,
+                part.group_size,
+                self._processors,
+                gated=weight.gated,
+            )
+            self._slice_sums = self._grown(self._slice_sums, num_slices * launch.partial_floats)
             arguments = (
                 part.integers,
                 part.scale,
                 part.minimum,
                 x.fragments,
+                x.sums,
                 x.scales,
                 np.uint64(0 if bias is None else bias.data.ptr + 4 * part.first),
                 np.uint64(out.data.ptr + 4 * part.first),
@@ -393,17 +399,23 @@ class CudaBackend(Backend):
                 _int(part.tiles),
                 _int(part.blocks),
                 _int(accumulate),
-                sums,
+                self._slice_sums,
                 self._arrived,
                 _int(num_slices),
             )
-            grid = (grid_x, 1 if few else grid_y, num_slices if split else 1)
-            shared = variant.shared_bytes(part.bits)
-            self._launch(("linear", variant.name), grid, variant.threads, arguments, shared=shared, **part.defines)
+            name = ("gated_" if weight.gated else "") + launch.variant.name
+            shared = launch.variant.shared_bytes(part.bits)
+            self._launch(
+                ("linear", name), launch.grid, launch.variant.threads, arguments, shared=shared, **part.defines
+            )
 
-    def _make_fragments(self, x: Activations, rows: int) -> None:
-        arguments = (x.values, x.fragments, x.scales, _int(x.shape[1]), _int(x.blocks))
-        self._launch(("activation", "prepare_rows"), (rows,), 256, arguments, shared=x.blocks * 256)
+    def _make_fragments(self, x: Activations, rows: int, *, unit: bool = False) -> None:
+        channels = x.shape[1]
+        arguments = (x.values, x.fragments, x.scales, x.sums, _int(channels), _int(x.blocks), _int(unit))
+        threads = tables.row_threads(channels)
+        self._launch(
+            ("activation", "prepare_rows"), (rows,), threads, arguments, shared=x.blocks * 256, THREADS=threads
+        )
 
     def _values_of(self, x: Activations) -> NDArray[np.float32]:
         """What the fragments hold, float32 [rows, channels]: what a product sees."""
@@ -430,10 +442,6 @@ class CudaBackend(Backend):
         self._stream.synchronize()
         self._graphs.clear()
         return cupy.empty(size, cupy.float32)
-
-    def _partials(self, rows: int, layout: KVLayout) -> Any:
-        self._partial = self._grown(self._partial, rows * (layout.head_dim + 2))
-        return self._partial
 
     def _tile_buffer(self, rows: int) -> Any:
         if len(self._tiles) < rows:

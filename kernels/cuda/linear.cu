@@ -2,8 +2,8 @@
 //
 // Contract (docs/numerics.md): for one output element
 //   P = the mma chain from zero over one group's k16 steps, ascending, on exact half-precision integers q - CENTRE
-//   T = fma(scale, P, T), then T = fma(minimum + CENTRE * scale, X, T) where X is the same chain with ones for integers;
-//       groups ascending, one chain a slice of K
+//   T = fma(scale, P, T), then T = fma(minimum + CENTRE * scale, X, T) where X is the group's sum of activations, of the sums of
+//       32 channels that come with them, ascending; groups ascending, one chain a slice of K
 //   F = the slices' T added in ascending order, times the row's power-of-two scale, one rounding, then bias, then `out`.
 // Slice s covers units [s * units / S, (s + 1) * units / S) of max(64, GROUP) channels; S depends on K alone. Everything else
 // (tile, warps, which block computes which slice) is free, and changes no bit: an mma's element depends on its row of weights
@@ -16,6 +16,7 @@
 //            (0,4)(1,5)(2,6)(3,7) are a0..a3. 8 bits: words 2j and 2j + 1 of the lane's two vectors are step j's (a0,a1), (a2,a3).
 //   scale    [N / 16][K / GROUP][8][2]: channels r and r + 8 of the tile side by side; minimum likewise.
 //   x        [tokens / 8][KB][2][32 lanes] x 16 bytes: B fragments in lane order, two k16 steps a vector.
+//   x_sums   [tokens / 8][KB][2][8 tokens] float32: sums over 32 channels.
 //   x_scale  [tokens]: powers of two; the true activation is x * x_scale.
 //   gated    tiles alternate gate, up; N counts both, out has N / 2 columns.
 // Defines: BITS 4 or 8; GROUP 16 (only HAS_MIN 0), 32, 64, 128; HAS_MIN 0 or 1; SCALE_F32 0 or 1.
@@ -29,8 +30,8 @@ constexpr int GROUPS_A_BLOCK = GROUP < 64 ? 64 / GROUP : 1;
 constexpr int BLOCKS_A_GROUP = GROUP > 64 ? GROUP / 64 : 1;
 constexpr int STEPS_A_GROUP = GROUP < 64 ? GROUP / 16 : 4;  // k16 steps of a group within one block
 constexpr int VECTORS = BITS / 4;
-// Blocks of weights in flight a warp, for one tile of channels; fewer where scales take many registers.
-constexpr int DEEP = GROUP == 16 || (GROUP == 32 && SCALE_F32) ? 2 : 4;
+// Blocks of weights in flight a warp, for one tile of channels; fewer where integers or scales take many registers.
+constexpr int DEEP = GROUP == 32 || BITS == 8 ? 4 : 8;
 
 // A pair of scales (channels r and r + 8) as it lies in memory.
 #if SCALE_F32
@@ -92,53 +93,59 @@ DEVICE void dequantize(const uint4* q, int step, u32* a) {
 }
 #endif
 
-// One block of one warp: P and X chains, and T at the end of each group. xf[n][h] are the B fragments.
+// The sums of activations of one group for the two tokens of a lane; `sums` is at the lane's tokens of the group's first 32 channels.
+// A group of 64 or 128 adds those of 32, the block's second after its first.
+struct GroupSum {
+    float even, odd;
+};
+
+DEVICE void add_sums(GroupSum& into, const float* sums, bool starts) {
+    const float2 v = *(const float2*)sums;
+    into.even = starts ? v.x : __fadd_rn(into.even, v.x);
+    into.odd = starts ? v.y : __fadd_rn(into.odd, v.y);
+}
+
+// Two k16 steps (half a block) of one warp: P chains, and T at the end of each group. x[n] are the B fragments of both steps,
+// sums[n * SUM_STRIDE] the sums of this half for the lane's tokens.
 template <int MI, int NI>
-DEVICE void multiply_block(float (&P)[MI][NI][4], float (&T)[MI][NI][4], float (&X)[NI][4], const uint4 (*q)[VECTORS],
-                           const Scales<MI>& scales, const uint4 (*xf)[2], int block) {
-    const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-    UNROLL for (int step = 0; step < 4; step++) {
+DEVICE void multiply(float (&P)[MI][NI][4], float (&T)[MI][NI][4], GroupSum (&X)[NI], const uint4 (*q)[VECTORS],
+                     const Scales<MI>& scales, const uint4* x, const float* sums, size_t sum_stride, int half, int block) {
+    UNROLL for (int step = half * 2; step < half * 2 + 2; step++) {
         const bool starts = GROUP <= 64 ? step % STEPS_A_GROUP == 0 : step == 0 && block % BLOCKS_A_GROUP == 0;
         const bool ends = GROUP <= 64 ? step % STEPS_A_GROUP == STEPS_A_GROUP - 1
                                       : step == 3 && block % BLOCKS_A_GROUP == BLOCKS_A_GROUP - 1;
-        if (starts) UNROLL for (int n = 0; n < NI; n++) {
-                UNROLL for (int i = 0; i < MI; i++) UNROLL for (int e = 0; e < 4; e++) P[i][n][e] = 0.f;
-                UNROLL for (int e = 0; e < 4; e++) X[n][e] = 0.f;
-            }
-        u32 b[NI][2];
+        u32 a[MI][4];
+        UNROLL for (int i = 0; i < MI; i++) dequantize(q[i], step, a[i]);
         UNROLL for (int n = 0; n < NI; n++) {
-            const uint4 v = xf[n][step >> 1];
-            b[n][0] = step & 1 ? v.z : v.x;
-            b[n][1] = step & 1 ? v.w : v.y;
+            const u32 b0 = step & 1 ? x[n].z : x[n].x, b1 = step & 1 ? x[n].w : x[n].y;
+            UNROLL for (int i = 0; i < MI; i++) {
+                if (starts) mma_16x8x16_from_zero(P[i][n], a[i], b0, b1);
+                else mma_16x8x16(P[i][n], a[i], b0, b1);
+            }
+        }
 #if HAS_MIN
-            mma_16x8x16(X[n], ones, b[n][0], b[n][1]);
+        if (step % 2 == 0) UNROLL for (int n = 0; n < NI; n++) add_sums(X[n], sums + n * sum_stride, starts);
 #endif
-        }
-        UNROLL for (int i = 0; i < MI; i++) {
-            u32 a[4];
-            dequantize(q[i], step, a);
-            UNROLL for (int n = 0; n < NI; n++) mma_16x8x16(P[i][n], a, b[n][0], b[n][1]);
-        }
         if (ends) {
             const int g = GROUPS_A_BLOCK > 1 ? step / STEPS_A_GROUP : 0;
             UNROLL for (int i = 0; i < MI; i++) {
                 const float s0 = pair_low(scales.scale[i][g]), s1 = pair_high(scales.scale[i][g]);
+#if HAS_MIN
+                const float m0 = __fmaf_rn((float)CENTRE, s0, pair_low(scales.minimum[i][g]));
+                const float m1 = __fmaf_rn((float)CENTRE, s1, pair_high(scales.minimum[i][g]));
+#endif
                 UNROLL for (int n = 0; n < NI; n++) {
                     T[i][n][0] = __fmaf_rn(s0, P[i][n][0], T[i][n][0]);
                     T[i][n][1] = __fmaf_rn(s0, P[i][n][1], T[i][n][1]);
                     T[i][n][2] = __fmaf_rn(s1, P[i][n][2], T[i][n][2]);
                     T[i][n][3] = __fmaf_rn(s1, P[i][n][3], T[i][n][3]);
-                }
 #if HAS_MIN
-                const float m0 = __fmaf_rn((float)CENTRE, s0, pair_low(scales.minimum[i][g]));
-                const float m1 = __fmaf_rn((float)CENTRE, s1, pair_high(scales.minimum[i][g]));
-                UNROLL for (int n = 0; n < NI; n++) {
-                    T[i][n][0] = __fmaf_rn(m0, X[n][0], T[i][n][0]);
-                    T[i][n][1] = __fmaf_rn(m0, X[n][1], T[i][n][1]);
-                    T[i][n][2] = __fmaf_rn(m1, X[n][2], T[i][n][2]);
-                    T[i][n][3] = __fmaf_rn(m1, X[n][3], T[i][n][3]);
-                }
+                    T[i][n][0] = __fmaf_rn(m0, X[n].even, T[i][n][0]);
+                    T[i][n][1] = __fmaf_rn(m0, X[n].odd, T[i][n][1]);
+                    T[i][n][2] = __fmaf_rn(m1, X[n].even, T[i][n][2]);
+                    T[i][n][3] = __fmaf_rn(m1, X[n].odd, T[i][n][3]);
 #endif
+                }
             }
         }
     }
@@ -177,44 +184,67 @@ DEVICE int slice_begin(int slice, int slices, int blocks) {
 
 // -- few tokens: weights and activations straight from memory to registers, one warp a slice ------------------------------
 //
-// grid (tiles / (MI * WN)); 32 * S * WN threads. PF blocks of weights in flight a warp. A lane whose token does not exist
-// reads nothing, so activations cost M * 128 bytes a block.
+// grid (tiles / (MI * WN)); 32 * S * WN threads. PF blocks of weights are in flight a warp, and two of activations, which are near.
+// A lane whose token does not exist reads nothing, so activations cost M * 128 bytes a block.
 template <int NI, int MI, int S, int WN, int PF, bool GATED>
-DEVICE void few_tokens(const Weights& weights, const uint4* x, const Output& o, int tiles, int KB) {
-    constexpr int CHANNELS = WN * MI * 16;
+DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_sums, const Output& o, int tiles, int KB) {
+    static_assert(PF % BLOCKS_A_GROUP == 0 && PF % 2 == 0, "a slot of the ring must know its place in a group");
+    constexpr int CHANNELS = WN * MI * 16, STEP = VECTORS * 32, GROUP_STEP = 8;
     __shared__ float sums[S][NI * 8][CHANNELS + 1];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slice = warp % S, column = warp / S;
     // A warp past the end repeats the last tiles; what it computes has no channel to be stored in.
     const int tile = min(blockIdx.x * WN * MI + column * MI, (u32)(tiles - MI));
     const int begin = slice_begin(slice, S, KB), count = slice_begin(slice + 1, S, KB) - begin, groups = KB * 64 / GROUP;
-    const size_t tile_stride = (size_t)KB * VECTORS * 32;
-    const uint4* w = weights.w + tile * tile_stride + (size_t)begin * VECTORS * 32 + lane;
+    const u32 tile_stride = KB * STEP, group_stride = groups * GROUP_STEP;
+    // Pointers move by PF blocks a round, so that within it every address is a register and a constant.
+    const uint4* w = weights.w + ((size_t)tile * KB + begin) * STEP + lane;
+    const size_t first_scale = ((size_t)tile * groups + begin * 64 / GROUP) * GROUP_STEP + (lane >> 2);
+    const Pair *scale = weights.scale + first_scale, *minimum = weights.minimum + first_scale;
     const uint4* xp = x + (size_t)begin * 64 + lane;
+    const float* sp = x_sums + (size_t)begin * 16 + (lane & 3) * 2;
 
-    uint4 q[PF][MI][VECTORS], xf[PF][NI][2];
+    uint4 q[PF][MI][VECTORS], xf[2][2][NI];
     Scales<MI> scales[PF];
-    auto fetch = [&](int p, int b) {
-        UNROLL for (int i = 0; i < MI; i++) UNROLL for (int v = 0; v < VECTORS; v++)
-            q[p][i][v] = load_streaming(w + i * tile_stride + (b * VECTORS + v) * 32);
-        load_scales<MI>(scales[p], weights, tile, groups, begin + b, lane);
-        UNROLL for (int n = 0; n < NI; n++) UNROLL for (int h = 0; h < 2; h++) {
-            xf[p][n][h] = make_uint4(0, 0, 0, 0);
-            if (n * 8 + (lane >> 2) < o.M) xf[p][n][h] = xp[((size_t)n * KB + b) * 64 + h * 32];
-        }
-    };
-    UNROLL for (int p = 0; p < PF; p++) if (p < count) fetch(p, p);
-
-    float P[MI][NI][4], T[MI][NI][4], X[NI][4];
-    UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) T[i][n][e] = 0.f;
-    for (int b0 = 0; b0 < count; b0 += PF) {
-        UNROLL for (int p = 0; p < PF; p++) {
-            const int b = b0 + p;
-            if (b < count) {
-                // PF and the slice's begin are multiples of a group's blocks, so p says where in its group a block is.
-                multiply_block<MI, NI>(P, T, X, q[p], scales[p], xf[p], p);
-                if (b + PF < count) fetch(p, b + PF);
+    auto fetch = [&](int p, int ahead) {
+        UNROLL for (int i = 0; i < MI; i++) {
+            UNROLL for (int v = 0; v < VECTORS; v++) q[p][i][v] = load_streaming(w + i * tile_stride + (p + ahead) * STEP + v * 32);
+            UNROLL for (int g = 0; g < GROUPS_A_BLOCK; g++) {
+                // Of a group of several blocks, the last block's slot has the scales.
+                if (p % BLOCKS_A_GROUP != BLOCKS_A_GROUP - 1) continue;
+                const int at = ((p + ahead) / BLOCKS_A_GROUP * GROUPS_A_BLOCK + g) * GROUP_STEP;
+                scales[p].scale[i][g] = scale[i * group_stride + at];
+#if HAS_MIN
+                scales[p].minimum[i][g] = minimum[i * group_stride + at];
+#endif
             }
         }
+    };
+    auto fetch_x = [&](int p, int ahead) {
+        UNROLL for (int n = 0; n < NI; n++) UNROLL for (int h = 0; h < 2; h++) {
+            xf[p & 1][h][n] = make_uint4(0, 0, 0, 0);
+            if (n * 8 + (lane >> 2) < o.M) xf[p & 1][h][n] = xp[(size_t)n * KB * 64 + (p + ahead) * 64 + h * 32];
+        }
+    };
+    UNROLL for (int p = 0; p < PF; p++) if (p < count) fetch(p, 0);
+    UNROLL for (int p = 0; p < 2; p++) if (p < count) fetch_x(p, 0);
+
+    float P[MI][NI][4], T[MI][NI][4];
+    GroupSum X[NI];
+    UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) T[i][n][e] = 0.f;
+    for (int left = count; left > 0; left -= PF) {
+        UNROLL for (int p = 0; p < PF; p++) {
+            if (p < left) {
+                UNROLL for (int h = 0; h < 2; h++)
+                    multiply<MI, NI>(P, T, X, q[p], scales[p], xf[p & 1][h], sp + p * 16 + h * 8, (size_t)KB * 16, h, p);
+                if (p + PF < left) fetch(p, PF);
+                if (p + 2 < left) fetch_x(p, 2);
+            }
+        }
+        w += PF * STEP;
+        scale += PF * 64 / GROUP * GROUP_STEP;
+        minimum += PF * 64 / GROUP * GROUP_STEP;
+        xp += PF * 64;
+        sp += PF * 16;
     }
 
     UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++)
@@ -240,38 +270,53 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const Output& o, 
 
 // -- many tokens: both operands through shared memory -----------------------------------------------------------------------
 //
-// grid (ceil(tiles / (WC * MI)), ceil(tokens / (WT * NI * 8)), slice blocks); 32 * WC * WT threads; STAGES blocks in flight.
-// With gridDim.z == 1 a block walks all S slices in order. With gridDim.z == S it computes slice blockIdx.z, writes T to
-// `partial` [S][z-plane blocks][threads][values], and the last of the S blocks to arrive adds them in slice order.
-template <int WC, int WT, int MI, int NI, int STAGES, bool GATED>
-DEVICE void many_tokens(const Weights& weights, const uint4* x, const Output& o, int tiles, int KB, int S, float* partial,
-                        u32* arrived) {
-    constexpr int THREADS = 32 * WC * WT, TILES = WC * MI, TOKEN_TILES = WT * NI;
-    constexpr int X_VECTORS = TOKEN_TILES * 64, W_VECTORS = TILES * VECTORS * 32, STAGE = X_VECTORS + W_VECTORS;
+// A warp's tile is 32 channels by NI * 8 tokens; a block's WC * 32 channels by WT * NI * 8 tokens.
+// grid (ceil(tiles / (WC * 2)), ceil(tokens / (WT * NI * 8)), Z), Z a divisor of the slices; 32 * WC * WT threads; STAGES blocks of K in
+// flight. Block z walks slices [z * S / Z, (z + 1) * S / Z).
+// SPLIT: each slice's T goes to `partial` [S][x and y blocks][values][threads], and the last of the Z blocks to arrive adds them in
+// slice order. Otherwise Z is 1 and the sum F waits in shared memory between slices.
+template <int WC, int WT, int NI, int STAGES, bool SPLIT, bool GATED>
+DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_sums, const Output& o, int tiles, int KB, int S,
+                        float* partial, u32* arrived) {
+    constexpr int MI = 2, THREADS = 32 * WC * WT, TILES = WC * MI, TOKEN_TILES = WT * NI, VALUES = MI * NI * 4;
+    constexpr int X_VECTORS = TOKEN_TILES * 64, W_VECTORS = TILES * VECTORS * 32;
+    constexpr int SUM_VECTORS = TOKEN_TILES * 4, STAGE = X_VECTORS + W_VECTORS + SUM_VECTORS;
     extern __shared__ uint4 stages[];
+    float* sums = (float*)(stages + STAGES * STAGE) + threadIdx.x;  // [VALUES][THREADS], not SPLIT only
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wc = warp % WC, wt = warp / WC;
     const int tile0 = blockIdx.x * TILES, token_tile0 = blockIdx.y * TOKEN_TILES, groups = KB * 64 / GROUP;
     const int tile = min(tile0 + wc * MI, tiles - MI);
-    const bool split = gridDim.z > 1;
-    const int first_slice = split ? blockIdx.z : 0, end_slice = split ? blockIdx.z + 1 : S;
+    const int first_slice = SPLIT ? blockIdx.z * S / gridDim.z : 0, end_slice = SPLIT ? (blockIdx.z + 1) * S / gridDim.z : S;
     const int begin = slice_begin(first_slice, S, KB), end = slice_begin(end_slice, S, KB);
+    const size_t plane = (size_t)gridDim.x * gridDim.y, place = blockIdx.y * gridDim.x + blockIdx.x;
 
     auto load = [&](int stage, int block) {
         if (block < end) {
             const u32 to = shared_address(stages + stage * STAGE);
-            for (int id = threadIdx.x; id < X_VECTORS; id += THREADS)
-                copy_async_16(to + id * 16, x + ((size_t)(token_tile0 + (id >> 6)) * KB + block) * 64 + (id & 63));
-            for (int id = threadIdx.x; id < W_VECTORS; id += THREADS) {
-                const int t = min(tile0 + id / (VECTORS * 32), tiles - 1);
-                copy_async_16(to + (X_VECTORS + id) * 16, weights.w + ((size_t)t * KB + block) * VECTORS * 32 + id % (VECTORS * 32));
+            UNROLL for (int i = 0; i < (X_VECTORS + THREADS - 1) / THREADS; i++) {
+                const int id = threadIdx.x + i * THREADS;
+                if (X_VECTORS % THREADS == 0 || id < X_VECTORS)
+                    copy_async_16(to + id * 16, x + ((size_t)(token_tile0 + (id >> 6)) * KB + block) * 64 + (id & 63));
             }
+            UNROLL for (int i = 0; i < (W_VECTORS + THREADS - 1) / THREADS; i++) {
+                const int id = threadIdx.x + i * THREADS;
+                const int t = min(tile0 + id / (VECTORS * 32), tiles - 1);
+                if (W_VECTORS % THREADS == 0 || id < W_VECTORS)
+                    copy_async_16(to + (X_VECTORS + id) * 16, weights.w + ((size_t)t * KB + block) * VECTORS * 32 + id % (VECTORS * 32));
+            }
+#if HAS_MIN
+            if (threadIdx.x < SUM_VECTORS)
+                copy_async_16(to + (X_VECTORS + W_VECTORS + threadIdx.x) * 16,
+                              x_sums + ((size_t)(token_tile0 + (threadIdx.x >> 2)) * KB + block) * 16 + (threadIdx.x & 3) * 4);
+#endif
         }
         copy_commit();
     };
     UNROLL for (int s = 0; s < STAGES - 1; s++) load(s, begin + s);
 
-    float P[MI][NI][4], T[MI][NI][4], F[MI][NI][4], X[NI][4];
-    UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) T[i][n][e] = F[i][n][e] = 0.f;
+    float P[MI][NI][4], T[MI][NI][4];
+    GroupSum X[NI];
+    UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) T[i][n][e] = 0.f;
     Scales<MI> scales, next;
     if (begin < end) load_scales<MI>(next, weights, tile, groups, begin, lane);
     int stage = 0, slice = first_slice, slice_end = slice_begin(first_slice + 1, S, KB);
@@ -280,38 +325,46 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const Output& o,
             copy_wait<STAGES - 2>();
             __syncthreads();
             load(stage == 0 ? STAGES - 1 : stage - 1, block + part + STAGES - 1);
-            scales = next;
-            if (block + part + 1 < end) load_scales<MI>(next, weights, tile, groups, block + part + 1, lane);
+            if (part == 0) scales = next;
             const uint4* shared = stages + stage * STAGE;
-            uint4 q[MI][VECTORS], xf[NI][2];
+            uint4 q[MI][VECTORS];
             UNROLL for (int i = 0; i < MI; i++) UNROLL for (int v = 0; v < VECTORS; v++)
                 q[i][v] = shared[X_VECTORS + ((wc * MI + i) * VECTORS + v) * 32 + lane];
-            UNROLL for (int n = 0; n < NI; n++) UNROLL for (int h = 0; h < 2; h++)
-                xf[n][h] = shared[((wt * NI + n) * 2 + h) * 32 + lane];
-            multiply_block<MI, NI>(P, T, X, q, scales, xf, part);
+            UNROLL for (int h = 0; h < 2; h++) {
+                uint4 xf[NI];
+                UNROLL for (int n = 0; n < NI; n++) xf[n] = shared[((wt * NI + n) * 2 + h) * 32 + lane];
+                const float* half_sums = (const float*)(shared + X_VECTORS + W_VECTORS) + wt * NI * 16 + h * 8 + (lane & 3) * 2;
+                multiply<MI, NI>(P, T, X, q, scales, xf, half_sums, 16, h, part);
+            }
+            if (part == BLOCKS_A_GROUP - 1 && block + part + 1 < end)
+                load_scales<MI>(next, weights, tile, groups, block + part + 1, lane);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
-        if (!split && block + BLOCKS_A_GROUP == slice_end) {
+        if (block + BLOCKS_A_GROUP == slice_end) {
+            float* mine = partial + ((size_t)slice * plane + place) * VALUES * THREADS + threadIdx.x;
             UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) {
-                F[i][n][e] = slice == 0 ? T[i][n][e] : __fadd_rn(F[i][n][e], T[i][n][e]);
-                T[i][n][e] = 0.f;
+                const int value = ((i * NI + n) * 4 + e) * THREADS;
+                if (SPLIT) {
+                    mine[value] = T[i][n][e];
+                    T[i][n][e] = 0.f;
+                } else if (slice + 1 < S) {
+                    sums[value] = slice == 0 ? T[i][n][e] : __fadd_rn(sums[value], T[i][n][e]);
+                    T[i][n][e] = 0.f;
+                } else if (slice > 0) {
+                    T[i][n][e] = __fadd_rn(sums[value], T[i][n][e]);
+                }
             }
             slice++;
             slice_end = slice_begin(slice + 1, S, KB);
         }
     }
 
-    if (split) {
-        constexpr int VALUES = MI * NI * 4;
-        const size_t plane = (size_t)gridDim.x * gridDim.y, place = blockIdx.y * gridDim.x + blockIdx.x;
-        float* mine = partial + ((size_t)blockIdx.z * plane + place) * VALUES * THREADS + threadIdx.x;
-        UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++)
-            mine[((i * NI + n) * 4 + e) * THREADS] = T[i][n][e];
+    if (SPLIT) {
         __threadfence();
         __shared__ bool last;
         __syncthreads();
         if (threadIdx.x == 0) {
-            last = atomicAdd(arrived + place, 1u) == (u32)S - 1;
+            last = atomicAdd(arrived + place, 1u) == gridDim.z - 1;
             if (last) arrived[place] = 0;  // for the next launch
         }
         __syncthreads();
@@ -321,7 +374,7 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const Output& o,
             const float* theirs = partial + ((size_t)s * plane + place) * VALUES * THREADS + threadIdx.x;
             UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) {
                 const float t = __ldcg(theirs + ((i * NI + n) * 4 + e) * THREADS);
-                F[i][n][e] = s == 0 ? t : __fadd_rn(F[i][n][e], t);
+                T[i][n][e] = s == 0 ? t : __fadd_rn(T[i][n][e], t);
             }
         }
     }
@@ -329,49 +382,51 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const Output& o,
     UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) {
         const int token = (token_tile0 + wt * NI + n) * 8 + (lane & 3) * 2 + (e & 1), row = (lane >> 2) + (e >> 1) * 8;
         if (GATED) {
-            UNROLL for (int i = 0; i + 1 < MI; i += 2)
-                store_gated(o, token, (tile0 + wc * MI + i) * 8 + row, F[i][n][e], F[i + 1][n][e]);
+            store_gated(o, token, (tile0 + wc * MI) * 8 + row, T[0][n][e], T[1][n][e]);
         } else {
-            UNROLL for (int i = 0; i < MI; i++) store(o, token, (tile0 + wc * MI + i) * 16 + row, F[i][n][e]);
+            UNROLL for (int i = 0; i < MI; i++) store(o, token, (tile0 + wc * MI + i) * 16 + row, T[i][n][e]);
         }
     }
 }
 
 #define ARGUMENTS                                                                                                       \
-    const uint4 *w, const Pair *scale, const Pair *minimum, const uint4 *x, const float *x_scale, const float *bias,       \
+    const uint4 *w, const Pair *scale, const Pair *minimum, const uint4 *x, const float *x_sums, const float *x_scale, const float *bias,       \
         float *out, int M, int N, int stride, int tiles, int KB, int accumulate, float *partial, u32 *arrived, int slices
 
 #define FEW(name, NI, MI, S, WN, PF, GATED, OCC)                                                                           \
     extern "C" __global__ void __launch_bounds__(32 * S * WN, OCC) name(ARGUMENTS) {                                       \
-        few_tokens<NI, MI, S, WN, PF, GATED>({w, scale, minimum}, x, {out, x_scale, bias, M, N, stride, accumulate}, tiles, KB);   \
+        few_tokens<NI, MI, S, WN, PF, GATED>({w, scale, minimum}, x, x_sums, {out, x_scale, bias, M, N, stride, accumulate}, tiles, KB);   \
     }
 
-#define MANY(name, WC, WT, MI, NI, STAGES, GATED, OCC)                                                                     \
+#define MANY(name, WC, WT, NI, STAGES, SPLIT, GATED, OCC)                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * WC * WT, OCC) name(ARGUMENTS) {                                      \
-        many_tokens<WC, WT, MI, NI, STAGES, GATED>({w, scale, minimum}, x, {out, x_scale, bias, M, N, stride, accumulate}, tiles,  \
-                                                   KB, slices, partial, arrived);                                          \
+        many_tokens<WC, WT, NI, STAGES, SPLIT, GATED>({w, scale, minimum}, x, x_sums, {out, x_scale, bias, M, N, stride, accumulate}, \
+                                                      tiles, KB, slices, partial, arrived);                                \
     }
 
-// Names say tokens x channels; few_* also the slices that they are for. `launch.py` has the table that picks one.
-FEW(few_8x32_s1, 1, 1, 1, 2, DEEP, false, 4)
+// Names say tokens x channels; few_* also the slices that they are for. `tables.py` picks one.
+#define FEW_OF(kind, GATED)                          \
+    FEW(kind##_8x64_s1, 1, 2, 1, 2, DEEP / 2, GATED, 4)  \
+    FEW(kind##_8x64_s4, 1, 2, 4, 2, DEEP / 2, GATED, 2)  \
+    FEW(kind##_8x32_s8, 1, 2, 8, 1, DEEP / 2, GATED, 2)  \
+    FEW(kind##_16x64_s1, 2, 2, 1, 2, DEEP / 2, GATED, 2) \
+    FEW(kind##_16x64_s4, 2, 2, 4, 2, DEEP / 2, GATED, 1) \
+    FEW(kind##_16x32_s8, 2, 2, 8, 1, DEEP / 2, GATED, 1)
+FEW_OF(few, false)
+FEW_OF(gated_few, true)
 FEW(few_8x32_s4, 1, 1, 4, 2, DEEP, false, 2)
 FEW(few_8x16_s8, 1, 1, 8, 1, DEEP, false, 2)
-FEW(few_8x64_s4, 1, 2, 4, 2, DEEP / 2, false, 2)
-FEW(few_8x32_s8, 1, 2, 8, 1, DEEP / 2, false, 2)
-FEW(few_8x64_s1, 1, 2, 1, 2, DEEP / 2, false, 4)
-FEW(few_16x64_s1, 2, 2, 1, 2, DEEP / 2, false, 1)
-FEW(few_16x64_s4, 2, 2, 4, 2, DEEP / 2, false, 1)
-FEW(few_16x32_s8, 2, 2, 8, 1, DEEP / 2, false, 1)
-FEW(gated_8x64_s1, 1, 2, 1, 2, DEEP / 2, true, 4)
-FEW(gated_8x64_s4, 1, 2, 4, 2, DEEP / 2, true, 2)
-FEW(gated_8x32_s8, 1, 2, 8, 1, DEEP / 2, true, 2)
-FEW(gated_16x64_s1, 2, 2, 1, 2, DEEP / 2, true, 1)
-FEW(gated_16x64_s4, 2, 2, 4, 2, DEEP / 2, true, 1)
-FEW(gated_16x32_s8, 2, 2, 8, 1, DEEP / 2, true, 1)
-MANY(many_16x64, 4, 1, 1, 2, 4, false, 2)
-MANY(many_32x64, 4, 1, 1, 4, 4, false, 2)
-MANY(many_32x128, 4, 1, 2, 4, 4, false, 2)
-MANY(many_64x128, 4, 2, 2, 4, 4, false, 1)
-MANY(gated_16x128, 4, 1, 2, 2, 4, true, 2)
-MANY(gated_32x128, 4, 1, 2, 4, 4, true, 2)
-MANY(gated_64x128, 4, 2, 2, 4, 4, true, 1)
+
+#define MANY_OF(kind, SPLIT, GATED)                 \
+    MANY(kind##_16x128, 4, 1, 2, 4, SPLIT, GATED, 3) \
+    MANY(kind##_32x128, 4, 1, 4, 4, SPLIT, GATED, 2)
+MANY_OF(split, true, false)
+MANY_OF(whole, false, false)
+MANY_OF(gated_split, true, true)
+MANY_OF(gated_whole, false, true)
+#if GROUP > 16  // scales of groups of 16 take too many registers for this tile
+MANY(split_64x128, 4, 1, 8, 4, true, false, 2)
+MANY(whole_64x128, 4, 1, 8, 4, false, false, 2)
+MANY(gated_split_64x128, 4, 1, 8, 4, true, true, 2)
+MANY(gated_whole_64x128, 4, 1, 8, 4, false, true, 2)
+#endif

@@ -19,7 +19,8 @@ LINEAR = [
 ]
 SOURCES = [
     *(("linear", defines) for defines in LINEAR),
-    ("activation", {}),
+    ("activation", {"THREADS": 256}),
+    ("activation", {"THREADS": 1024}),
     ("sample", {}),
     ("rows", {"BITS": 4, "GROUP": 32, "HAS_MIN": 1, "SCALE_F32": 0}),
     ("rows", {"BITS": 8, "GROUP": 16, "HAS_MIN": 0, "SCALE_F32": 1}),
@@ -31,7 +32,7 @@ SOURCES = [
 ]
 KERNELS = {
     "activation": {"prepare_rows", "rms_norm_rows"},
-    "attention": {"query_tiles", "attend_rows", "attend_splits", "combine_splits"},
+    "attention": {"query_tiles", "attend_rows", "attend_splits"},
     "rope_kv_write": {"rope_kv_write"},
     "rows": {"embedding", "gather_rows"},
     "sample": {"sample"},
@@ -43,7 +44,7 @@ VARIANTS = [variant for variants in (*tables.FEW.values(), *tables.MANY.values()
 @pytest.mark.parametrize(("file", "defines"), SOURCES, ids=str)
 def test_compiles_without_spills(file: str, defines: dict[str, int], arch: int) -> None:
     resources = compile_kernels(file, defines, arch, None).resources()
-    wanted = {variant.name for variant in VARIANTS} if file == "linear" else KERNELS[file]
+    wanted = KERNELS.get(file) or {variant.name for variant in VARIANTS if variant.tokens < 64 or defines["GROUP"] > 16}
     assert wanted <= resources.keys()
     for name, used in resources.items():
         assert used.spill_bytes == 0, f"{name} spills {used.spill_bytes} bytes"
