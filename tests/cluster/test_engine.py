@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -786,3 +787,58 @@ def test_an_engine_that_was_not_started_says_so(rig: Callable[..., Rig]) -> None
             await rig().run(ask(5))
 
     within(work())
+
+
+# -- everything at once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_company_any_trouble_the_same_tokens(rig: Callable[..., Rig], seed: int) -> None:
+    """A small pool, priorities, several sequences a request, cancels, consumers that leave or sleep, lost stages: who
+    was not cancelled has all tokens of the script, who was has a beginning of them, and nothing is left behind."""
+    draw = random.Random(seed)
+
+    async def client(r: Rig, name: str) -> int:
+        for _ in range(draw.randrange(60)):
+            await asyncio.sleep(0)
+        prompt = (
+            *range(1, 1 + 16 * draw.randrange(4)),
+            *(draw.randrange(1, 2000) for _ in range(draw.randrange(1, 30))),
+        )
+        request = replace(
+            ask(*prompt, max_tokens=draw.randrange(1, 40), n=draw.choice((1, 1, 1, 3))),
+            request_id=name,
+            priority=draw.randrange(-1, 2),
+        )
+        leaves_after = draw.choice((None, None, None, draw.randrange(12)))
+        cancels_after = draw.choice((None, None, None, draw.randrange(12)))
+        got: dict[int, list[Delta]] = {index: [] for index in range(request.params.n)}
+        count = 0
+        stream = r.engine.generate(request)
+        async for delta in stream:
+            got[delta.index].append(delta)
+            if count == leaves_after:
+                await stream.aclose()  # type: ignore[attr-defined]
+                break
+            if count == cancels_after:
+                r.engine.cancel(name)
+            count += 1
+            for _ in range(draw.randrange(5)):
+                await asyncio.sleep(0)
+        for deltas in got.values():
+            tokens = merge(deltas).token_ids if deltas else ()
+            assert tokens == expected(request)[: len(tokens)]
+            if leaves_after is None and cancels_after is None:
+                assert tokens == expected(request)
+                assert deltas[-1].finish_reason == "length"
+        return sum(len(delta.token_ids) for deltas in got.values() for delta in deltas)
+
+    async def work() -> None:
+        async with rig(num_blocks=8, max_context=128, max_sequences=6, depth=draw.randrange(1, 5)) as r:
+            r.pipeline.lose_at = {draw.randrange(2, 300) for _ in range(draw.randrange(4))}
+            r.pipeline.lose_on_submit = {draw.randrange(2, 300) for _ in range(draw.randrange(4))}
+            counts = await asyncio.gather(*(client(r, f"r{i}") for i in range(30)))
+            assert sum(counts) > 100
+            assert r.engine._scheduler.stats().preemptions > 0
+
+    within(work(), 60)
