@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -184,8 +185,10 @@ class AsyncClient:
 class Stream:
     """`AsyncStream` for programs without an event loop: a plain iterator of deltas."""
 
-    def __init__(self, runner: _LoopThread, stream: AsyncStream) -> None:
-        self._runner = runner
+    def __init__(self, client: Client, stream: AsyncStream) -> None:
+        # A client ends when nobody holds it any more; its streams do.
+        self._client = client
+        self._runner = client._runner
         self._stream = stream
         self._ready: deque[Delta] = deque()
 
@@ -234,12 +237,14 @@ class Stream:
 class Client:
     """An engine, for programs without an event loop. Made by `connect` or `local`; close it, or use `with`.
 
-    Any thread may use it; one stream belongs to one thread at a time.
+    Any thread may use it; one stream belongs to one thread at a time. When nobody holds it, nor a stream of it, it is
+    closed too, and nobody waits for that.
     """
 
     def __init__(self, runner: _LoopThread, client: AsyncClient) -> None:
         self._runner = runner
         self._client = client
+        weakref.finalize(self, _abandon, runner, client).atexit = False
 
     @classmethod
     def connect(cls, address: str = "auto", *, name: str = ENGINE_NAME) -> Self:
@@ -267,7 +272,7 @@ class Client:
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Stream:
         """See `AsyncClient.submit`."""
-        return Stream(self._runner, self._runner.call(self._client.submit(prompt, params, priority=priority)))
+        return Stream(self, self._runner.call(self._client.submit(prompt, params, priority=priority)))
 
     def status(self) -> EngineStatus:
         """The engine's snapshot."""
@@ -276,7 +281,9 @@ class Client:
     def close(self) -> None:
         """End this client's requests, and its engine if it is a local one. Idempotent."""
         if self._runner.running:
-            self._runner.call(self._client.close())
+            # Another thread may have been quicker.
+            with contextlib.suppress(EngineDeadError):
+                self._runner.call(self._client.close())
             self._runner.close()
 
     def __enter__(self) -> Self:
@@ -288,22 +295,38 @@ class Client:
         self.close()
 
 
+def _abandon(runner: _LoopThread, client: AsyncClient) -> None:
+    """Close without waiting: the collector may call this in any thread, the loop's own included."""
+
+    async def close() -> None:
+        try:
+            await client.close()
+        finally:
+            asyncio.get_running_loop().stop()
+
+    work = close()
+    try:
+        asyncio.run_coroutine_threadsafe(work, runner.loop)
+    except RuntimeError:
+        work.close()
+
+
 class _LoopThread:
     """An event loop in a thread of its own; a daemon, so that a client left open does not keep its program alive."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="shardline-client", daemon=True)
         self._thread.start()
 
     @property
     def running(self) -> bool:
-        return not self._loop.is_closed()
+        return not self.loop.is_closed()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it there and wait; an interrupt here cancels it there."""
         try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:
             work.close()
             raise EngineDeadError("this client was closed") from None
@@ -318,22 +341,22 @@ class _LoopThread:
     def post(self, work: Callable[[], None]) -> None:
         """Run it there soon."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(work)
+            self.loop.call_soon_threadsafe(work)
 
     def close(self) -> None:
         """Cancel what still runs there, wait for its end, and stop."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(_cancel_others())
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self.loop.run_forever()
+            self.loop.run_until_complete(_cancel_others())
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
         finally:
-            self._loop.close()
+            self.loop.close()
 
 
 async def _cancel_others() -> None:

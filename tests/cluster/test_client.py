@@ -199,6 +199,22 @@ def test_a_client_that_was_closed_says_so_and_its_threads_are_gone(smollm2: Path
     ends_with(before)
 
 
+def test_a_client_that_nobody_holds_ends_but_not_before_its_streams(smollm2: Path) -> None:
+    before = threads()
+    text = Client.local(smollm2, context=64, concurrency=2).submit("The capital of France is", GREEDY).text()
+    assert "Paris" in text
+    gc.collect()
+    ends_with(before)
+
+
+def test_several_threads_may_close_a_client(smollm2: Path) -> None:
+    before = threads()
+    client = Client.local(smollm2, context=64, concurrency=2)
+    with ThreadPoolExecutor(4) as closing:
+        list(closing.map(lambda _: client.close(), range(4)))
+    ends_with(before)
+
+
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     before = threads()
     with pytest.raises(ModelNotFoundError, match=r"no\.gguf"):
