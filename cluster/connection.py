@@ -273,11 +273,11 @@ class _RaySession:
             import ray
         except ImportError as error:
             raise EngineNotFoundError(f"ray is not installed here: {error}") from error
-        from shardline.cluster.ray_runtime import NAMESPACE, require_head
+        from shardline.cluster.ray_runtime import NAMESPACE, before_joining
 
         with self._lock:
             if not ray.is_initialized():
-                require_head(address)
+                before_joining(address)
                 try:
                     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
                 except (ConnectionError, ValueError, RuntimeError) as error:

@@ -99,7 +99,7 @@ def connected(address: str | None = None, num_cpus: int | None = None) -> Iterat
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if address is not None:
-        require_head(address)
+        before_joining(address)
     try:
         ray.init(
             address=address or "local",
@@ -118,6 +118,20 @@ def connected(address: str | None = None, num_cpus: int | None = None) -> Iterat
         yield
     finally:
         ray.shutdown()
+
+
+def before_joining(address: str) -> None:
+    """What Ray leaves out when it joins a cluster by address: see whether anybody is there, and send the user's token.
+
+    Raises EngineNotFoundError, as `require_head`.
+    """
+    require_head(address)
+    # Ray 2.60 does this for "auto" alone, though clusters want the token wherever they are. Its own switch is private,
+    # and ray is pinned to a version.
+    loader = _ray._raylet.AuthenticationTokenLoader.instance()
+    if "RAY_AUTH_MODE" not in os.environ and loader.has_token(ignore_auth_mode=True):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        _ray._raylet.Config.initialize("")
 
 
 def require_head(address: str) -> None:
