@@ -12,7 +12,7 @@ import ray
 from shardline._version import __version__
 from shardline.cluster.errors import ShardlineError, StageLostError, TransportError
 from shardline.cluster.pipeline import StageStats
-from shardline.cluster.ray_runtime import StageBundles, StagePlacement
+from shardline.cluster.ray_runtime import StageBundles, StagePlacement, describe_cluster
 from shardline.cluster.stage_loading import ModelIdentity, StageLoader
 from shardline.cluster.stage_process import NoAnswerError, StageProcess
 from shardline.cluster.stage_worker import Progress
@@ -81,6 +81,12 @@ class StageFleet:
         """A fresh process, in the same bundle, for each one that was lost. Raises as `RayPipeline.start` does."""
         gone = self.lost()
         await asyncio.gather(*(process.end() for process in gone))
+        alive = {node.node_id for node in describe_cluster()}
+        for process in gone:
+            node_id = self._placements[process.stage].node_id
+            if node_id is not None and node_id not in alive:
+                host = process.info.host if process.info else node_id
+                raise StageLostError(process.stage, f"its node {host} is gone from the cluster ({process.lost})")
         fresh = [self._new_process(process.stage) for process in gone]
         for process in fresh:
             self.processes[process.stage] = process

@@ -33,6 +33,7 @@ class StageProcess:
         stage: Index of the stage.
         info: Where it runs; None until `describe` has answered.
         lost: Why it must be replaced; None while it is well.
+        died: Whether Ray says that the process has ended.
     """
 
     def __init__(self, stage: int, bundles: StageBundles, on_death: Callable[[StageProcess], None]) -> None:
@@ -41,6 +42,7 @@ class StageProcess:
         self.stage = stage
         self.info: ProcessInfo | None = None
         self.lost: str | None = None
+        self.died = False
         self._on_death = on_death
         actor_class: Any = ray.remote(StageActor)
         self._actor: Any = actor_class.options(
@@ -58,7 +60,7 @@ class StageProcess:
     @property
     def where(self) -> str:
         """For people."""
-        return f"pid {self.info.pid} on {self.info.host}" if self.info else "a process that has not started"
+        return f"pid {self.info.pid} on {self.info.host}" if self.info else "its process"
 
     async def call(self, method: str, *args: object, timeout: float) -> Any:
         """Call the actor.
@@ -72,19 +74,21 @@ class StageProcess:
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         done, _ = await asyncio.wait([future], timeout=timeout)
         if not done:
-            self.lost = self.lost or f"{self.where} has not answered '{method}' for {timeout:g} s"
+            silence = f"has not answered '{method}' for" if self.info else "has not been started by Ray within"
+            self.lost = self.lost or f"{self.where} {silence} {timeout:g} s"
             raise NoAnswerError(self.lost)
         try:
             return future.result()
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except RayError as error:
+            self.died = True
             self.lost = self.lost or f"{self.where}: {death_notice(error)}"
             raise NoAnswerError(self.lost) from error
 
     async def last_words(self) -> str:
         """The end of its standard error: what a crash in native code leaves. Empty if there is none to be had."""
-        if self.info is None or self.info.error_log is None:
+        if not self.died or self.info is None or self.info.error_log is None:
             return ""
         if self.info.node_id == ray.get_runtime_context().get_node_id():
             return tail_of(self.info.error_log)
@@ -131,6 +135,7 @@ class StageProcess:
             self._loop.call_soon_threadsafe(self._died, error)
 
     def _died(self, error: BaseException | None) -> None:
+        self.died = True
         self.lost = self.lost or f"{self.where}: {death_notice(error)}"
         self._on_death(self)
 
