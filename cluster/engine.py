@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 from shardline.cluster.errors import EngineDeadError, ShardlineError, StageLostError
 from shardline.cluster.inbox import Failure, Inbox
-from shardline.cluster.model_text import ModelText, SequenceText
+from shardline.cluster.live_request import LiveRequest
+from shardline.cluster.model_text import ModelText
 from shardline.cluster.pipeline import Pipeline, StageStats
-from shardline.cluster.request import Delta, Request, TokenLogprob, Usage
+from shardline.cluster.request import Delta, Request
 from shardline.scheduler import (
     InvalidParameterError,
     NewRequest,
@@ -69,24 +70,6 @@ class EngineStatus:
     uptime_seconds: float
 
 
-class _Live:
-    """A request that has not ended: where its deltas go, and the text of those of its sequences that go on."""
-
-    __slots__ = ("cached_tokens", "completion_tokens", "inbox", "params", "prompt_tokens", "request_id", "sequences")
-
-    def __init__(self, request_id: str, params: SamplingParams, inbox: Inbox) -> None:
-        self.request_id = request_id
-        self.params = params
-        self.inbox = inbox
-        self.sequences: dict[int, SequenceText | None] = dict.fromkeys(range(params.n))
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-
-    def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self.cached_tokens, self.completion_tokens)
-
-
 class Engine:
     """Serves requests on a pipeline. Belongs to one event loop; see the module `shardline.cluster.client` for the door.
 
@@ -107,7 +90,7 @@ class Engine:
         self._text = text
         self._scheduler = Scheduler(scheduler)
         self._config = config or EngineConfig()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._state = "new"
         self._dead: EngineDeadError | None = None
         self._wake = asyncio.Event()
@@ -219,7 +202,7 @@ class Engine:
         request_id = _checked_id(request)
         if request_id in self._live:
             raise InvalidParameterError("request_id", request_id, "an id that no running request has")
-        live = _Live(request_id, request.params, inbox)
+        live = LiveRequest(request_id, request.params, inbox)
         # Known from here on, so that a cancel finds it while its prompt is made.
         self._live[request_id] = live
         try:
@@ -240,19 +223,18 @@ class Engine:
         if live is None:
             return
         self._scheduler.abort(request_id)
-        for index in list(live.sequences):
-            self._emit(live, index, "", (), (), "abort", None)
+        for index in live.running:
+            live.inbox.put(live.abort(index))
+        del self._live[request_id]
         # What it leaves behind may let another request in.
         self._wake.set()
 
-    def _accept(self, live: _Live, prompt_ids: tuple[int, ...], priority: int) -> None:
+    def _accept(self, live: LiveRequest, prompt_ids: tuple[int, ...], priority: int) -> None:
         params = live.params
         if params.seed is None:
             params = replace(params, seed=int.from_bytes(os.urandom(8), "little"))
         self._scheduler.add(NewRequest(live.request_id, prompt_ids, params, priority))
-        live.prompt_tokens = len(prompt_ids)
-        for index in live.sequences:
-            live.sequences[index] = self._text.sequence(prompt_ids, params.stop)
+        live.accept(prompt_ids, self._text)
         self._wake.set()
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -342,75 +324,36 @@ class Engine:
         if self._dead is not None:
             raise EngineDeadError(*self._dead.args)
 
-    # -- text --------------------------------------------------------------------------------------------------------
+    # -- deltas ------------------------------------------------------------------------------------------------------
 
     def _deliver(self, update: SequenceUpdate) -> None:
         live = self._live.get(update.request_id)
-        text = None if live is None else live.sequences.get(update.index)
-        if live is None or text is None:
+        if live is None or update.index not in live.running:
             # Cancelled, or ended by a stop string, while this token was on its way.
             return
+        if update.token is not None:
+            self._count_token()
         try:
-            self._deliver_to(live, text, update)
+            delta = live.advance(update)
         except Exception as error:
             # Making this text failed: that ends this request and no other.
             words = "".join(traceback.format_exception(error))
             self._fail(live, ShardlineError(f"the text of request {live.request_id!r} could not be made: {words}"))
-
-    def _deliver_to(self, live: _Live, text: SequenceText, update: SequenceUpdate) -> None:
-        live.cached_tokens = max(live.cached_tokens, update.cached_tokens)
-        finish_reason, stop_token, token = update.finish_reason, None, update.token
-        new_text = ""
-        token_ids: tuple[int, ...] = ()
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if token is not None:
-            self._count_token(live)
-            token_ids = (token.token_id,)
-            if token.logprob is not None:
-                logprobs = (TokenLogprob(token.token_id, token.logprob, token.top_logprobs),)
-            if finish_reason == "stop":
-                # A stop token ends the text; its own is not part of it.
-                stop_token = token.token_id
-            else:
-                new_text = text.push(token.token_id)
-        if text.stopped_by is not None and finish_reason is None:
+            return
+        if delta.finish_reason is not None and update.finish_reason is None:
             self._scheduler.abort(live.request_id, update.index)
-            finish_reason = "stop"
-        self._emit(live, update.index, new_text, token_ids, logprobs, finish_reason, stop_token)
-
-    def _emit(
-        self,
-        live: _Live,
-        index: int,
-        new_text: str,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprob, ...],
-        finish_reason: str | None,
-        stop_token: int | None,
-    ) -> None:
-        """A delta of a sequence; the last one, if it has a finish reason, with the text that was held back."""
-        stop_reason: str | int | None = stop_token
-        if finish_reason is not None:
-            text = live.sequences.pop(index)
-            if text is not None:
-                new_text += text.finish()
-                if text.stopped_by is not None and finish_reason != "abort":
-                    finish_reason, stop_reason = "stop", text.stopped_by
-        live.inbox.put(
-            Delta(live.request_id, index, new_text, token_ids, logprobs, finish_reason, stop_reason, live.usage())
-        )
-        if not live.sequences:
+        live.inbox.put(delta)
+        if not live.running:
             del self._live[live.request_id]
 
-    def _fail(self, live: _Live, error: Exception) -> None:
+    def _fail(self, live: LiveRequest, error: Exception) -> None:
         del self._live[live.request_id]
         self._scheduler.abort(live.request_id)
         live.inbox.fail(live.request_id, error)
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
-    def _count_token(self, live: _Live) -> None:
-        live.completion_tokens += 1
+    def _count_token(self) -> None:
         self._generated_tokens += 1
         now = time.monotonic()
         self._recent.append(now)

@@ -391,7 +391,7 @@ def test_text_that_cannot_be_made_ends_its_own_request_only(rig: Callable[..., R
             stream = r.engine.generate(bad)
             await anext(stream)
             (live,) = [live for live in r.engine._live.values() if live.params.stop]
-            live.sequences[0] = _BrokenText()  # type: ignore[assignment]
+            live._texts[0] = _BrokenText()  # type: ignore[assignment]
             with pytest.raises(ShardlineError, match="no text today"):
                 async for _ in stream:
                     pass
