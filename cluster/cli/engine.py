@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -45,5 +46,8 @@ def running(options: EngineOptions) -> Iterator[Client]:
 def _connect(stack: ExitStack, what: str, address: str | None, num_cpus: int | None) -> None:
     from shardline.cluster.ray_runtime import connected
 
+    # Ray puts a handler of its own in the place of ours.
+    handler = signal.getsignal(signal.SIGTERM)
     with waiting(what):
         stack.enter_context(connected(address, num_cpus=num_cpus))
+    signal.signal(signal.SIGTERM, handler)
