@@ -23,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from shardline.kernels.cpu.intrinsics import I32, I64, call_operation
+from shardline.kernels.cpu.intrinsics import I32, I64, IEEE_MODE, call_operation, float_mode, set_float_mode
 from shardline.kernels.cpu.jit import jit, operation
 from shardline.kernels.cpu.resident import aligned_zeros
 
@@ -108,10 +108,14 @@ def _end_workers(stop: Any, state: NDArray[np.int64], workers: list[threading.Th
 @operation
 def _lead(num_threads: int, records: int, count: int, state: int) -> None:
     """Run a program as the team's worker 0; returns when its last op has ended."""
+    # A library may have left the caller's thread flushing subnormal numbers; bits would depend on who takes a share.
+    callers_mode = float_mode()
+    set_float_mode(IEEE_MODE)
     if num_threads == 1:
         for index in range(count):
             record = records + 8 * RECORD_WORDS * index
             call_operation(_load(record), 0, 0, 1, record + 16)
+        set_float_mode(callers_mode)
         return
     # No op is open, so nobody reads these.
     base = (_load(state + _CLAIM) >> _SHARE_BITS) + 1
@@ -124,6 +128,7 @@ def _lead(num_threads: int, records: int, count: int, state: int) -> None:
         if claim & MAX_SHARES:
             _take_share(0, claim, state)
         elif claim >> _SHARE_BITS == base + count:
+            set_float_mode(callers_mode)
             return
         else:
             _await_change(state, _CLAIM, claim)
@@ -132,6 +137,8 @@ def _lead(num_threads: int, records: int, count: int, state: int) -> None:
 @operation
 def _work(worker: int, _first: int, _second: int, state: int) -> None:
     """A worker's life."""
+    # It began with the mode of the thread that made it.
+    set_float_mode(IEEE_MODE)
     while True:
         claim = _load(state + _CLAIM)
         if claim & MAX_SHARES:

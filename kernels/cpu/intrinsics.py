@@ -6,6 +6,7 @@ bit, but has no licence to reassociate or to fuse.
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import numpy as np
@@ -186,3 +187,50 @@ def fma_f64(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c on float64, rounded once."""
     signature = types.float64(types.float64, types.float64, types.float64)
     return signature, lambda context, builder, sig, args: builder.fma(*args)
+
+
+_MACHINE = "x86" if platform.machine().lower() in ("x86_64", "amd64") else platform.machine().lower()
+
+IEEE_MODE = 0x1F80 if _MACHINE == "x86" else 0
+"""The float mode of the standard: to nearest even, subnormal numbers kept, no traps."""
+
+
+@intrinsic
+def float_mode(typingctx: Any) -> Any:
+    """The calling thread's rounding, flushing and trapping, as its processor has them (x86: MXCSR, ARM: FPCR)."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        if _MACHINE == "x86":
+            place = cgutils.alloca_once(builder, I32)
+            function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t])
+            store = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse.stmxcsr")
+            builder.call(store, [builder.bitcast(place, cgutils.voidptr_t)])
+            return builder.zext(builder.load(place), I64)
+        if _MACHINE in ("aarch64", "arm64"):
+            function_type = ir.FunctionType(I64, [])
+            return builder.call(
+                cgutils.get_or_insert_function(builder.module, function_type, "llvm.aarch64.get.fpcr"), []
+            )
+        return I64(IEEE_MODE)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def set_float_mode(typingctx: Any, mode: Any) -> Any:
+    """Take over what `float_mode` gave."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        if _MACHINE == "x86":
+            place = cgutils.alloca_once_value(builder, builder.trunc(args[0], I32))
+            function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t])
+            load = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse.ldmxcsr")
+            builder.call(load, [builder.bitcast(place, cgutils.voidptr_t)])
+        elif _MACHINE in ("aarch64", "arm64"):
+            function_type = ir.FunctionType(ir.VoidType(), [I64])
+            builder.call(
+                cgutils.get_or_insert_function(builder.module, function_type, "llvm.aarch64.set.fpcr"), [args[0]]
+            )
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
