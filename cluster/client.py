@@ -302,7 +302,7 @@ def _abandon(runner: _LoopThread, client: AsyncClient) -> None:
         try:
             await client.close()
         finally:
-            asyncio.get_running_loop().stop()
+            runner.stop()
 
     work = close()
     try:
@@ -316,6 +316,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="shardline-client", daemon=True)
         self._thread.start()
 
@@ -346,8 +347,14 @@ class _LoopThread:
     def close(self) -> None:
         """Cancel what still runs there, wait for its end, and stop."""
         with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.loop.call_soon_threadsafe(self.stop)
         self._thread.join()
+
+    def stop(self) -> None:
+        """Stop, from inside; once, however often it is asked for: what follows runs on the same loop."""
+        if not self._stopping:
+            self._stopping = True
+            self.loop.stop()
 
     def _run(self) -> None:
         try:
