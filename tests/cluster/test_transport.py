@@ -222,6 +222,14 @@ def test_a_header_that_lies_is_refused_before_anything_is_allocated(pair, change
         receiver.receive(3, np.empty(64 * HIDDEN * 4, np.uint8))
 
 
+@pytest.mark.parametrize(("offset", "words"), [(0, "the stream is out of step"), (4, "a frame of unknown kind 99")])
+def test_a_header_that_is_none_is_refused(offset, words):
+    data = bytearray(FrameHeader(FrameKind.STEP, 3, 0, 0, 0, 0).pack())
+    data[offset] = 99
+    with pytest.raises(TransportError, match=words):
+        FrameHeader.unpack(data, LIMITS, 3)
+
+
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_a_random_header_is_refused_or_within_the_limits(data, with_magic):
