@@ -102,6 +102,13 @@ def _log_sum(values, offset, count, maximum):
 
 
 @jit
+def _logprob(logit, largest, log_sum):
+    logprob = np.float32(np.float64(logit) - largest - log_sum)
+    # One NaN for all: which of two NaNs a difference hands on is the processor's choice.
+    return logprob if logprob == logprob else _NAN
+
+
+@jit
 def _most_likely(values, offset, count, maxima, wanted, top_ids, top_values):
     """The ids of the `wanted` largest values, ties by lower id, then those of NaN; fewer if there are not so many."""
     filled = 0
@@ -315,7 +322,7 @@ def sample_rows(
             log_sum = _log_sum(flat, start, vocab, largest)
             found = _most_likely(flat, start, vocab, maxima, wanted, top_ids[row], top_logprobs[row])
             for i in range(found):
-                top_logprobs[row, i] = np.float32(np.float64(top_logprobs[row, i]) - model_largest - log_sum)
+                top_logprobs[row, i] = _logprob(top_logprobs[row, i], model_largest, log_sum)
 
         greedy = temperature[row] == _ZERO
         if greedy and first_bias == end_bias and first_seen == end_seen:
@@ -346,7 +353,7 @@ def sample_rows(
                 chosen = _noisiest(work, vocab, maxima, threshold, seed[row], position[row], words, noise)
         token_ids[row] = chosen
         if wanted >= 0:
-            token_logprobs[row] = np.float32(np.float64(flat[start + chosen]) - model_largest - log_sum)
+            token_logprobs[row] = _logprob(flat[start + chosen], model_largest, log_sum)
 
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
