@@ -13,7 +13,7 @@ from typing import Any
 
 from shardline.cluster.connection import ENGINE_NAME
 from shardline.cluster.engine import Engine, EngineStatus
-from shardline.cluster.errors import EngineDeadError, EngineNotFoundError, LeaseExpiredError, ShardlineError
+from shardline.cluster.errors import EngineNotFoundError, LeaseExpiredError, ShardlineError
 from shardline.cluster.inbox import Failure, Inbox
 from shardline.cluster.request import Delta, Request
 from shardline.scheduler import InvalidParameterError
@@ -126,8 +126,9 @@ class EngineHost:
         return await self._running_engine().status()
 
     def _running_engine(self) -> Engine:
-        if self._engine is None:
-            raise EngineDeadError("the engine is still being built: try again in a moment")
+        if self._engine is None or self._reaper is None:
+            # Its name is known from the moment that its process is.
+            raise ShardlineError("the engine is still starting: try again in a moment")
         return self._engine
 
     def _client(self, client_id: str) -> _ClientState:

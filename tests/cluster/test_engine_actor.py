@@ -245,6 +245,23 @@ def test_a_client_cancels_only_its_own(hosted: Callable[..., Hosted]) -> None:
     asyncio.run(work())
 
 
+def test_a_client_that_comes_too_early_is_told_so(hosted: Callable[..., Hosted]) -> None:
+    async def work() -> None:
+        h = hosted()
+        await h.host.enter("a")
+        with pytest.raises(ShardlineError, match="still starting"):
+            await h.host.submit("a", ask("r"))
+        with pytest.raises(ShardlineError, match="still starting"):
+            await h.host.status()
+        await h.host.leave("a")
+        async with h:
+            await h.host.enter("a")
+            await h.host.submit("a", ask("r"))
+            assert merge((await h.finish("a", 1))["r"]).token_ids == script(5, 10)  # type: ignore[arg-type]
+
+    asyncio.run(work())
+
+
 def test_a_dead_engine_reaches_the_client_as_itself(hosted: Callable[..., Hosted]) -> None:
     async def work() -> None:
         async with hosted() as h:
