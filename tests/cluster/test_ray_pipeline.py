@@ -21,7 +21,7 @@ from ray.util.placement_group import placement_group_table
 
 from shardline.cluster import ModelNotFoundError, PlanningError, StageLostError
 from shardline.cluster.ray_pipeline import RayPipeline
-from shardline.cluster.ray_runtime import SETTINGS, StagePlacement, connected, describe_cluster
+from shardline.cluster.ray_runtime import StagePlacement, connected, describe_cluster
 from shardline.cluster.stage_actor import start_ticks
 from shardline.cluster.stage_fleet import RayPipelineConfig
 from shardline.cluster.stage_loading import CheckpointLoader, LoadedStage, ModelIdentity
@@ -181,6 +181,8 @@ def test_steps_come_back_in_order_with_figures_of_every_stage():
             assert stage.send_seconds > 0
             assert stage.receive_seconds > 0
             assert stage.where.endswith(" pretend")
+            # Ray's default would have every other process of the host go first.
+            assert os.getpriority(os.PRIO_PROCESS, stage.pid) == 0
 
     work_with(work)
 
@@ -279,14 +281,6 @@ def test_more_stages_than_cpus_share_them():
     asyncio.run(run())
 
 
-def test_workers_are_not_niced():
-    async def work(pipeline: RayPipeline) -> None:
-        assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in await pids(pipeline)] == [0] * NUM_STAGES
-
-    assert SETTINGS["RAY_worker_niceness"] == "0"
-    work_with(work)
-
-
 async def run_nothing(pipeline: RayPipeline) -> None:
     pass
 
@@ -344,21 +338,14 @@ def test_a_killed_stage_is_noticed_at_once_and_only_it_is_replaced():
             await pipeline.recover()
             after = await pids(pipeline)
             assert [index for index in range(NUM_STAGES) if after[index] != before[index]] == [victim]
-
-    work_with(work)
-
-
-def test_a_stage_killed_between_the_loss_and_the_recovery_is_replaced_too():
-    async def work(pipeline: RayPipeline) -> None:
-        before = await pids(pipeline)
-        os.kill(before[0], signal.SIGKILL)
+        # And one that dies while the loss of another is known already.
+        os.kill(after[0], signal.SIGKILL)
         with pytest.raises(StageLostError):
             await pipeline.result()
-        os.kill(before[2], signal.SIGKILL)
+        os.kill(after[2], signal.SIGKILL)
         await pipeline.recover()
         await run_steps(pipeline, range(20))
-        after = await pids(pipeline)
-        assert [after[i] == before[i] for i in range(NUM_STAGES)] == [False, True, False]
+        assert [pid in after for pid in await pids(pipeline)] == [False, True, False]
 
     work_with(work)
 
@@ -417,39 +404,27 @@ def test_a_recovery_that_fails_says_why_and_another_one_may_succeed():
 # -- the engine's side -----------------------------------------------------------------------------------------------
 
 
-def test_submit_waits_while_the_window_is_full():
-    async def work(pipeline: RayPipeline) -> None:
-        for step_id in range(4):
-            await pipeline.submit(plan_of(step_id))
-        while len(pipeline._results) < 4:
-            await asyncio.sleep(0.001)
-        os.kill((await pids(pipeline))[0], signal.SIGSTOP)
-        for step_id in range(4, 8):
-            await pipeline.submit(plan_of(step_id))
-        waiting = asyncio.create_task(pipeline.submit(plan_of(8)))
-        await asyncio.sleep(0.2)
-        assert not waiting.done()
-        os.kill((pipeline._fleet.processes[0].info).pid, signal.SIGCONT)
-        await waiting
-        for step_id in range(9):
-            assert (await pipeline.result()).step_id == step_id
-
-    work_with(work, max_in_flight=4)
-
-
-def test_a_cancelled_result_loses_nothing():
+def test_the_window_a_cancelled_wait_and_the_close():
     async def work(pipeline: RayPipeline) -> None:
         waiting = asyncio.create_task(pipeline.result())
         await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await run_steps(pipeline, range(10))
+        await run_steps(pipeline, range(10), in_flight=4)
 
-    work_with(work)
+        # Nothing comes back, so the fifth has to wait.
+        stopped = (await pids(pipeline))[0]
+        os.kill(stopped, signal.SIGSTOP)
+        for step_id in range(10, 14):
+            await pipeline.submit(plan_of(step_id))
+        fifth = asyncio.create_task(pipeline.submit(plan_of(14)))
+        await asyncio.sleep(0.2)
+        assert not fifth.done()
+        os.kill(stopped, signal.SIGCONT)
+        await fifth
+        for step_id in range(10, 15):
+            assert (await pipeline.result()).step_id == step_id
 
-
-def test_closing_wakes_whoever_waits():
-    async def work(pipeline: RayPipeline) -> None:
         waiting = asyncio.create_task(pipeline.result())
         await asyncio.sleep(0.01)
         await pipeline.close()
@@ -458,7 +433,7 @@ def test_closing_wakes_whoever_waits():
         with pytest.raises(StageLostError, match="the pipeline was closed"):
             await pipeline.recover()
 
-    work_with(work)
+    work_with(work, max_in_flight=4)
 
 
 DRIVER = """
