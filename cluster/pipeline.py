@@ -50,7 +50,8 @@ class Pipeline(Protocol):
         ...
 
     async def start(self) -> None:
-        """Create the stages, load their weights and connect them. Raises StageLostError with the worker's own words."""
+        """Create the stages, load their weights and connect them. Raises what keeps a stage from loading, and
+        StageLostError with the worker's own words when its process fails."""
         ...
 
     async def submit(self, plan: StepPlan) -> None:
@@ -58,7 +59,8 @@ class Pipeline(Protocol):
         ...
 
     async def result(self) -> StepResult:
-        """The result of the oldest plan that has none yet. Raises StageLostError; never waits for ever on a dead stage."""
+        """The result of the oldest plan that has none yet; never waits for ever on a dead stage. Raises
+        StageLostError."""
         ...
 
     async def recover(self) -> None:
