@@ -64,8 +64,8 @@ class Pipeline(Protocol):
         ...
 
     async def recover(self) -> None:
-        """After StageLostError: re-create what was lost, keep what was not. Plans in flight are gone and the stages know
-        no sequence afterwards. Raises StageLostError when that fails too."""
+        """After StageLostError: re-create what was lost, keep what was not. Plans in flight are gone and the stages
+        know no sequence afterwards. Raises StageLostError when that fails too."""
         ...
 
     async def stats(self) -> list[StageStats]:
