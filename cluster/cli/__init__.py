@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from shardline.cluster.errors import ShardlineError
+from shardline.kernels import KernelsError
 from shardline.scheduler import InvalidParameterError, SchedulerError
 from shardline.stage import StageError
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED
-    except (ShardlineError, StageError, SchedulerError) as error:
+    except (ShardlineError, StageError, SchedulerError, KernelsError) as error:
         _debug()
         _say(_one_line(str(error)))
         return USAGE if isinstance(error, InvalidParameterError) else FAILED

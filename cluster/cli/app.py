@@ -79,6 +79,7 @@ def run(
     address: o.Address = None,
     memory: o.Memory = None,
     threads: o.Threads = None,
+    device: o.Device = "cpu",
     context: o.Context = None,
     concurrency: o.Concurrency = 1,
     block_size: o.BlockSize = 16,
@@ -100,7 +101,9 @@ def run(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    wish = _engine_options(model, stages, split, address, memory, threads, context, concurrency, block_size, kv_dtype)
+    wish = _engine_options(
+        model, stages, split, address, memory, threads, context, concurrency, block_size, kv_dtype, device
+    )
     run_command(wish, prompt, system, raw, params)
 
 
@@ -115,6 +118,7 @@ def plan(
     address: o.Address = None,
     memory: o.Memory = None,
     threads: o.Threads = None,
+    device: o.Device = "cpu",
     context: o.Context = None,
     concurrency: o.Concurrency = 8,
     block_size: o.BlockSize = 16,
@@ -125,7 +129,9 @@ def plan(
     from shardline.cluster.cli.inspect import plan_command
 
     plan_command(
-        _engine_options(model, stages, split, address, memory, threads, context, concurrency, block_size, kv_dtype),
+        _engine_options(
+            model, stages, split, address, memory, threads, context, concurrency, block_size, kv_dtype, device
+        ),
         as_json=as_json,
     )
 
@@ -145,6 +151,7 @@ def verify(
     batches: Annotated[str, typer.Option(metavar="N,...", help="Sequences at once.")] = "1,2,5,17,33,64",
     tokens: Annotated[int, typer.Option(help="Tokens that each sequence generates.")] = 6,
     threads: o.Threads = None,
+    device: o.Device = "cpu",
     kv_dtype: o.KvDtype = "float16",
     as_json: o.Json = False,
 ) -> None:
@@ -161,6 +168,7 @@ def verify(
         batches=o.parse_numbers(batches),
         new_tokens=tokens,
         threads=threads,
+        device=device,
         kv_dtype=kv_dtype,
         as_json=as_json,
     )
@@ -175,6 +183,7 @@ def subset(
     context: Annotated[int, typer.Option(help="Tokens that each sequence has behind it.")] = 128,
     steps: Annotated[int, typer.Option(help="Timed steps of each batch.")] = 30,
     threads: o.Threads = None,
+    device: o.Device = "cpu",
     block_size: o.BlockSize = 16,
     kv_dtype: o.KvDtype = "float16",
     as_json: o.Json = False,
@@ -192,6 +201,7 @@ def subset(
         context=context,
         steps=steps,
         threads=threads,
+        device=device,
         block_size=block_size,
         kv_dtype=kv_dtype,
         as_json=as_json,
@@ -257,6 +267,7 @@ def _engine_options(
     concurrency: int,
     block_size: int,
     kv_dtype: str,
+    device: str = "cpu",
 ) -> EngineOptions:
     from shardline.cluster.build import EngineOptions
 
@@ -271,4 +282,5 @@ def _engine_options(
         memory=None if memory is None else o.parse_sizes(memory),
         block_size=block_size,
         kv_dtype=kv_dtype,
+        device=device,
     )

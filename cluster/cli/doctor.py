@@ -142,4 +142,4 @@ def _compiled() -> Finding:
 
 def _gpus() -> Finding:
     count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return Finding("GPUs", OK, f"{count} NVIDIA cards; this version computes on the CPU" if count else "none found")
+    return Finding("GPUs", OK, f"{count} NVIDIA cards: --device cuda:0 uses the first" if count else "none found")

@@ -37,6 +37,7 @@ def subset_command(
     context: int,
     steps: int,
     threads: int | None,
+    device: str,
     block_size: int,
     kv_dtype: str,
     as_json: bool,
@@ -54,6 +55,7 @@ def subset_command(
             context=context,
             steps=steps,
             threads=threads or cores(),
+            device=device,
             block_size=block_size,
             kv_dtype=kv_dtype,
         )

@@ -87,6 +87,10 @@ Threads = Annotated[
     int | None,
     typer.Option(help="CPU threads of each stage; all cores when left out.", rich_help_panel=PLACEMENT),
 ]
+Device = Annotated[
+    str,
+    typer.Option(metavar="cpu|cuda:N", help="What computes: the CPU, or the Nth GPU here.", rich_help_panel=PLACEMENT),
+]
 Context = Annotated[
     int | None,
     typer.Option(

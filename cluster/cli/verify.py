@@ -29,6 +29,7 @@ def verify_command(
     batches: tuple[int, ...],
     new_tokens: int,
     threads: int | None,
+    device: str,
     kv_dtype: str,
     as_json: bool,
 ) -> int:
@@ -36,7 +37,12 @@ def verify_command(
     path = resolve(model, progress=say)
     results: list[CaseResult] = []
     with Verifier(
-        path, new_tokens=new_tokens, threads=threads or cores(), kv_dtype=kv_dtype, max_batch=max(batches)
+        path,
+        new_tokens=new_tokens,
+        threads=threads or cores(),
+        kv_dtype=kv_dtype,
+        max_batch=max(batches),
+        device=device,
     ) as verifier:
         factors = Factors(splits or default_splits(verifier.model.num_layers), block_sizes, chunks, batches)
         cases = factors.product() if full else factors.covering()
