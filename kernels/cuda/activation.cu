@@ -37,6 +37,9 @@ DEVICE void prepare(const float* x, const float* weight, float eps, u32* out, fl
     __shared__ Reduced scratch[THREADS / 32];
     const int m = blockIdx.x, quads = KB * 16;
     const float4* from = (const float4*)(x + (size_t)m * K);
+    let_next_start();
+    if (NORM) for (int i = threadIdx.x * 8; i < K / 4; i += THREADS * 8) prefetch_l2((const float4*)weight + i);
+    after_previous();
     Reduced own = {0.f, 0.f};
     for (int i = threadIdx.x; i < quads; i += THREADS) {
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);

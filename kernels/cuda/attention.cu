@@ -39,6 +39,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     query_tiles(const int* positions, const int* sequences, int* tiles, int rows, int most, int max_tiles) {
     __shared__ int warp_totals[32];
     __shared__ int base;
+    let_next_start();
+    after_previous();
     if (threadIdx.x == 0) base = 0;
     __syncthreads();
     for (int first = 0; first < rows; first += 1024) {
@@ -118,6 +120,8 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
     __shared__ u32 probabilities[16 * 36];
     __shared__ float maxima[4 * 16];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, group_row = lane >> 2;
+    let_next_start();
+    after_previous();
     const int first_row = tiles[blockIdx.z * 2], count = tiles[blockIdx.z * 2 + 1];
     if (count == 0) return;
     const int length = positions[first_row + count - 1] + 1;

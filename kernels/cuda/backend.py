@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,32 @@ from shardline.kernels import checks
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
 from shardline.kernels.cuda import tables, weights
 from shardline.kernels.cuda.errors import DeviceTooOldError
-from shardline.kernels.cuda.modules import Modules
+from shardline.kernels.cuda.modules import Launcher, Modules
 from shardline.kernels.cuda.pack import pad_to
 from shardline.kernels.matrix import GroupedMatrix
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
 LOG2_E = 1.4426950408889634
+SAMPLING_INPUTS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition",
+    "presence",
+    "frequency",
+    "seed",
+    "position",
+    "logprobs",
+    "bias_offsets",
+    "bias_ids",
+    "bias_values",
+    "history_offsets",
+    "history_ids",
+    "history_counts",
+)
+"""Arrays of `SamplingBatch`, in the order of sample.cu's arguments."""
+
 MAX_GRAPHS = 64
 """Recorded steps that a backend keeps; the longest unused is forgotten."""
 
@@ -75,6 +96,7 @@ class CudaBackend(Backend):
             )
         self._processors = int(self._device.attributes["MultiProcessorCount"])
         self._modules = Modules(self.arch, cubin_cache)
+        self._launcher = Launcher(self.arch)
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._capturing = False
@@ -85,6 +107,8 @@ class CudaBackend(Backend):
             self._slice_sums = cupy.zeros(0, cupy.float32)
             self._arrived = cupy.zeros(1 << 14, cupy.uint32)
             self._work = cupy.zeros(0, cupy.float32)
+            self._sampling = cupy.zeros(1 << 12, cupy.uint8)
+            self._sampled = cupy.zeros(1 << 10, cupy.int32)
         self._closed = False
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -320,39 +344,37 @@ class CudaBackend(Backend):
         )
 
     def sample(self, logits: Array, batch: SamplingBatch) -> SampleOutput:
+        checks.sample(logits, batch)
         rows, vocab = batch.rows, logits.shape[1]
         width = max(int(batch.logprobs.max(initial=0)), 0)
-        if self._work.size < rows * vocab:
+        adjusts = batch.bias_offsets[-1] > 0 or batch.history_offsets[-1] > 0
+        if adjusts and self._work.size < rows * vocab:
             self._work = cupy.empty(rows * vocab, cupy.float32)
-        with self._stream:
-            names = (
-                "temperature",
-                "top_k",
-                "top_p",
-                "min_p",
-                "repetition",
-                "presence",
-                "frequency",
-                "seed",
-                "position",
-            )
-            lists = (
-                "logprobs",
-                "bias_offsets",
-                "bias_ids",
-                "bias_values",
-                "history_offsets",
-                "history_ids",
-                "history_counts",
-            )
-            inputs = [cupy.asarray(getattr(batch, name)) for name in (*names, *lists)]
-            token_ids, logprobs = cupy.empty(rows, cupy.int32), cupy.empty(rows, cupy.float32)
-            top_ids, top_logprobs = cupy.empty((rows, width), cupy.int32), cupy.empty((rows, width), cupy.float32)
-            outputs = (token_ids, logprobs, top_ids, top_logprobs)
-            self._launch(
-                ("sample", "sample"), (rows,), 1024, (logits, self._work, _int(vocab), *inputs, *outputs, _int(width))
-            )
-            return SampleOutput(*(self.read(array) for array in outputs))
+        # One copy to the device and one back: each costs more than a small step's work.
+        inputs = [np.ascontiguousarray(getattr(batch, name)) for name in SAMPLING_INPUTS]
+        starts = list(itertools.accumulate((pad_to(array.nbytes, 8) for array in inputs), initial=0))
+        packed = np.zeros(starts[-1], np.uint8)
+        for array, start in zip(inputs, starts, strict=False):
+            packed[start : start + array.nbytes] = array.view(np.uint8)
+        sizes = (rows, rows, rows * width, rows * width)
+        places = list(itertools.accumulate(sizes, initial=0))
+        if self._sampling.nbytes < len(packed):
+            self._sampling = cupy.empty(2 * len(packed), cupy.uint8)
+        if self._sampled.size < places[-1]:
+            self._sampled = cupy.empty(2 * places[-1], cupy.int32)
+        sampled = self._sampled[: places[-1]]
+        self.write(self._sampling, packed)
+        given = (np.uint64(self._sampling.data.ptr + start) for start in starts[:-1])
+        taken = (np.uint64(sampled.data.ptr + 4 * place) for place in places[:-1])
+        arguments = (logits, self._work, _int(vocab), *given, *taken, _int(width))
+        self._launch(("sample", "sample"), (rows,), 1024, arguments)
+        token_ids, logprobs, top_ids, top_logprobs = np.split(self.read(sampled), places[1:-1])
+        return SampleOutput(
+            token_ids,
+            logprobs.view(np.float32),
+            top_ids.reshape(rows, width),
+            top_logprobs.view(np.float32).reshape(rows, width),
+        )
 
     # -- launches ----------------------------------------------------------------------------------------------------
 
@@ -367,7 +389,7 @@ class CudaBackend(Backend):
         **defines: int,
     ) -> None:
         function = self._modules.function(kernel[0], kernel[1], shared, defines)
-        function(grid, (threads,), arguments, shared_mem=shared, stream=self._stream)
+        self._launcher(function, grid, threads, arguments, shared, self._stream)
 
     def _multiply(
         self, x: Activations, weight: weights.CudaWeight, out: Array, rows: int, bias: Array | None, accumulate: bool

@@ -106,3 +106,23 @@ template <int N>
 DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N));
 }
+
+// -- the order of launches ------------------------------------------------------------------------------------------------
+
+// A kernel may start while the one before it still runs (from sm_90 on; see modules.py). So every kernel lets the next one start and
+// calls after_previous before it reads or writes anything but what no kernel writes: weights and tables. What it saw of the weights
+// by then was read for free. All of the kernel before has run, and is visible, when after_previous returns.
+DEVICE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+DEVICE void after_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Brings the line of `p` to the L2: for what is read right after after_previous.
+DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }

@@ -2,13 +2,16 @@
 
 CudaError
 ├── DeviceTooOldError     the GPU is older than sm_80
-└── KernelCompileError    NVRTC refused a source; carries the compiler's log
+├── KernelCompileError    NVRTC refused a source; carries the compiler's log
+└── LaunchError           the driver refused a launch
 """
 
 from __future__ import annotations
 
+from shardline.kernels.errors import KernelsError
 
-class CudaError(Exception):
+
+class CudaError(KernelsError):
     """The root of this folder's errors."""
 
 
@@ -18,3 +21,7 @@ class DeviceTooOldError(CudaError):
 
 class KernelCompileError(CudaError):
     """NVRTC refused a source: a fault of ours, or an arch that it does not know. Carries the compiler's log."""
+
+
+class LaunchError(CudaError):
+    """The driver refused a launch, or an earlier one failed on the device; carries the driver's code."""

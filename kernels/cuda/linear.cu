@@ -225,7 +225,9 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
             if (n * 8 + (lane >> 2) < o.M) xf[p & 1][h][n] = xp[(size_t)n * KB * 64 + (p + ahead) * 64 + h * 32];
         }
     };
+    let_next_start();
     UNROLL for (int p = 0; p < PF; p++) if (p < count) fetch(p, 0);
+    after_previous();
     UNROLL for (int p = 0; p < 2; p++) if (p < count) fetch_x(p, 0);
 
     float P[MI][NI][4], T[MI][NI][4];
@@ -290,41 +292,53 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
     const int begin = slice_begin(first_slice, S, KB), end = slice_begin(end_slice, S, KB);
     const size_t plane = (size_t)gridDim.x * gridDim.y, place = blockIdx.y * gridDim.x + blockIdx.x;
 
-    auto load = [&](int stage, int block) {
-        if (block < end) {
-            const u32 to = shared_address(stages + stage * STAGE);
-            UNROLL for (int i = 0; i < (X_VECTORS + THREADS - 1) / THREADS; i++) {
-                const int id = threadIdx.x + i * THREADS;
-                if (X_VECTORS % THREADS == 0 || id < X_VECTORS)
-                    copy_async_16(to + id * 16, x + ((size_t)(token_tile0 + (id >> 6)) * KB + block) * 64 + (id & 63));
-            }
-            UNROLL for (int i = 0; i < (W_VECTORS + THREADS - 1) / THREADS; i++) {
-                const int id = threadIdx.x + i * THREADS;
-                const int t = min(tile0 + id / (VECTORS * 32), tiles - 1);
-                if (W_VECTORS % THREADS == 0 || id < W_VECTORS)
-                    copy_async_16(to + (X_VECTORS + id) * 16, weights.w + ((size_t)t * KB + block) * VECTORS * 32 + id % (VECTORS * 32));
-            }
-#if HAS_MIN
-            if (threadIdx.x < SUM_VECTORS)
-                copy_async_16(to + (X_VECTORS + W_VECTORS + threadIdx.x) * 16,
-                              x_sums + ((size_t)(token_tile0 + (threadIdx.x >> 2)) * KB + block) * 16 + (threadIdx.x & 3) * 4);
-#endif
+    auto load_w = [&](int stage, int block) {
+        if (block >= end) return;
+        const u32 to = shared_address(stages + stage * STAGE + X_VECTORS);
+        UNROLL for (int i = 0; i < (W_VECTORS + THREADS - 1) / THREADS; i++) {
+            const int id = threadIdx.x + i * THREADS;
+            const int t = min(tile0 + id / (VECTORS * 32), tiles - 1);
+            if (W_VECTORS % THREADS == 0 || id < W_VECTORS)
+                copy_async_16(to + id * 16, weights.w + ((size_t)t * KB + block) * VECTORS * 32 + id % (VECTORS * 32));
         }
-        copy_commit();
     };
-    UNROLL for (int s = 0; s < STAGES - 1; s++) load(s, begin + s);
+    auto load_x = [&](int stage, int block) {
+        if (block >= end) return;
+        const u32 to = shared_address(stages + stage * STAGE);
+        UNROLL for (int i = 0; i < (X_VECTORS + THREADS - 1) / THREADS; i++) {
+            const int id = threadIdx.x + i * THREADS;
+            if (X_VECTORS % THREADS == 0 || id < X_VECTORS)
+                copy_async_16(to + id * 16, x + ((size_t)(token_tile0 + (id >> 6)) * KB + block) * 64 + (id & 63));
+        }
+#if HAS_MIN
+        if (threadIdx.x < SUM_VECTORS)
+            copy_async_16(to + (X_VECTORS + W_VECTORS + threadIdx.x) * 16,
+                          x_sums + ((size_t)(token_tile0 + (threadIdx.x >> 2)) * KB + block) * 16 + (threadIdx.x & 3) * 4);
+#endif
+    };
+    Scales<MI> scales, next;
+    let_next_start();
+    UNROLL for (int s = 0; s < STAGES - 1; s++) load_w(s, begin + s);
+    if (begin < end) load_scales<MI>(next, weights, tile, groups, begin, lane);
+    after_previous();
+    // The first group of copies holds the weights of all these stages.
+    UNROLL for (int s = 0; s < STAGES - 1; s++) {
+        load_x(s, begin + s);
+        copy_commit();
+    }
 
     float P[MI][NI][4], T[MI][NI][4];
     GroupSum X[NI];
     UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) T[i][n][e] = 0.f;
-    Scales<MI> scales, next;
-    if (begin < end) load_scales<MI>(next, weights, tile, groups, begin, lane);
     int stage = 0, slice = first_slice, slice_end = slice_begin(first_slice + 1, S, KB);
     for (int block = begin; block < end; block += BLOCKS_A_GROUP) {
         UNROLL for (int part = 0; part < BLOCKS_A_GROUP; part++) {
             copy_wait<STAGES - 2>();
             __syncthreads();
-            load(stage == 0 ? STAGES - 1 : stage - 1, block + part + STAGES - 1);
+            const int freed = stage == 0 ? STAGES - 1 : stage - 1;
+            load_x(freed, block + part + STAGES - 1);
+            load_w(freed, block + part + STAGES - 1);
+            copy_commit();
             if (part == 0) scales = next;
             const uint4* shared = stages + stage * STAGE;
             uint4 q[MI][VECTORS];

@@ -2,16 +2,85 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import cupy
+import numpy as np
 from cupy_backends.cuda.api import driver
 
 from shardline.kernels.cuda.compile import compile_kernels
+from shardline.kernels.cuda.errors import LaunchError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class Launcher:
+    """Launches kernels through the driver, with one argument buffer. One thread uses it.
+
+    From sm_90 on a kernel may start while the one before it in the stream still runs: it waits for that one's results
+    itself (common.cuh, after_previous). CuPy's own launches do not offer that.
+    """
+
+    _MOST_ARGUMENTS = 32
+
+    def __init__(self, arch: int) -> None:
+        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._launch.argtypes = [ctypes.c_void_p] * 4
+        self._buffer = ctypes.create_string_buffer(8 * self._MOST_ARGUMENTS)
+        start = ctypes.addressof(self._buffer)
+        places = (ctypes.c_void_p * self._MOST_ARGUMENTS)(*(start + 8 * i for i in range(self._MOST_ARGUMENTS)))
+        attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
+        self._config = _Config(attributes=ctypes.pointer(attribute), num_attributes=int(arch >= 90))
+        self._kept = (places, attribute)
+        self._places, self._config_at = ctypes.addressof(places), ctypes.addressof(self._config)
+        self._formats: dict[tuple[type, ...], struct.Struct] = {}
+
+    def __call__(
+        self, function: Any, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared: int, stream: Any
+    ) -> None:
+        """Enqueue. Arguments are device arrays, int32, float32 and uint64 (an address).
+
+        Raises LaunchError with the driver's code.
+        """
+        kinds = tuple(map(type, arguments))
+        layout = self._formats.get(kinds)
+        if layout is None:
+            letters = {cupy.ndarray: "Q", np.uint64: "Q", np.int32: "i4x", np.float32: "f4x"}
+            layout = self._formats[kinds] = struct.Struct("<" + "".join(letters[kind] for kind in kinds))
+        layout.pack_into(self._buffer, 0, *(a.data.ptr if type(a) is cupy.ndarray else a for a in arguments))
+        config = self._config
+        config.grid[:] = (*grid, 1, 1)[:3]
+        config.block[:] = (threads, 1, 1)
+        config.shared_bytes, config.stream = shared, stream.ptr
+        code = self._launch(self._config_at, function.ptr, self._places, None)
+        if code:
+            raise LaunchError(
+                f"the driver refused a launch of {grid} x {threads} threads, {shared} bytes: CUresult {code}"
+            )
 
 
 class Modules:

@@ -24,6 +24,8 @@ extern "C" __global__ void __launch_bounds__(32)
     const int row = blockIdx.x, h = blockIdx.y, lane = threadIdx.x;
     float* at = qkv + ((size_t)row * (query_heads + 2 * kv_heads) + h) * HEAD_DIM;
     const bool is_value = h >= query_heads + kv_heads, is_query = h < query_heads;
+    let_next_start();
+    after_previous();
     float v[OWN];
     UNROLL for (int j = 0; j < OWN; j++) v[j] = j * 32 + lane < HEAD_DIM ? at[j * 32 + lane] : 0.f;
 #if NORMS

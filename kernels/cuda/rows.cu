@@ -12,6 +12,8 @@ DEVICE float scale_value(Scale s) { return half_to_float(s); }
 
 extern "C" __global__ void __launch_bounds__(256)
     embedding(const int* token_ids, const u32* w, const Scale* scale, const Scale* minimum, float* out, int K, int KB) {
+    let_next_start();
+    after_previous();
     const int n = token_ids[blockIdx.x], tile = n >> 4, half = (n >> 3) & 1, r = n & 7;
     const int groups = KB * 64 / GROUP;
     for (int k = threadIdx.x; k < K; k += 256) {
@@ -35,6 +37,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // out[i, :] = x[indices[i], :]. grid (count), 256 threads.
 extern "C" __global__ void __launch_bounds__(256) gather_rows(const float* x, const int* indices, float* out, int K) {
+    let_next_start();
+    after_previous();
     const float* from = x + (size_t)indices[blockIdx.x] * K;
     for (int k = threadIdx.x; k < K; k += 256) out[(size_t)blockIdx.x * K + k] = from[k];
 }

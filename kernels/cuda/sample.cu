@@ -4,10 +4,11 @@
 // maxima and thresholds are exact; the log-softmax adds float64 partial sums of a fixed set of ids in a fixed tree; top-k counts
 // with integers; top-p adds integer weights round(exp(x) * 2^40), which in any order give the same sum.
 //
-// logits [rows, vocab] float32, unchanged. work [rows, vocab] float32. Parameter arrays: see SamplingBatch.
+// logits [rows, vocab] float32, unchanged. work [rows, vocab] float32, used by rows with a bias or a history. Parameter arrays: see SamplingBatch.
 // Out: token_ids, logprobs [rows]; top_ids, top_logprobs [rows, top_width].
 
 constexpr int THREADS = 1024, WARPS = THREADS / 32;
+#define UNROLL_8 _Pragma("unroll 8")
 #define INFINITE __uint_as_float(0x7f800000u)
 
 // -- order-free reductions over the block --------------------------------------------------------------------------------
@@ -52,6 +53,15 @@ DEVICE double block_sum(double v) {
     return v;
 }
 
+// A row's tempered logits, worked out as they are read.
+struct Tempered {
+    const float* logits;
+    float highest, temperature;
+    int count;
+    DEVICE float operator()(float logit) const { return __fdiv_rn(__fsub_rn(logit, highest), temperature); }
+    DEVICE float operator[](int i) const { return (*this)(logits[i]); }
+};
+
 // -- thresholds --------------------------------------------------------------------------------------------------------------
 
 DEVICE u64 weight_of(float x) { return (u64)__double2ull_rn(exp((double)x) * 1099511627776.0); }
@@ -59,7 +69,7 @@ DEVICE u64 weight_of(float x) { return (u64)__double2ull_rn(exp((double)x) * 109
 // The key at which the weights of the ids with key >= `floor`, added from the largest key down, reach `target`. A weight is 1, or
 // with WEIGHTED the integer of exp(x). Four rounds of 256 bins over the digits of the key, highest first.
 template <bool WEIGHTED>
-DEVICE u32 descend(const float* x, int count, u32 floor, u64 target) {
+DEVICE u32 descend(const Tempered& x, u32 floor, u64 target) {
     __shared__ u64 bins[256];
     __shared__ u64 reached;
     __shared__ u32 prefix;
@@ -72,10 +82,11 @@ DEVICE u32 descend(const float* x, int count, u32 floor, u64 target) {
         if (threadIdx.x < 256) bins[threadIdx.x] = 0;
         __syncthreads();
         const u32 wanted = prefix;
-        for (int i = threadIdx.x; i < count; i += THREADS) {
-            const u32 key = key_of(x[i]);
+        for (int i = threadIdx.x; i < x.count; i += THREADS) {
+            const float v = x[i];
+            const u32 key = key_of(v);
             if (key >= floor && (shift == 24 || key >> (shift + 8) == wanted))
-                atomicAdd(bins + ((key >> shift) & 255), WEIGHTED ? weight_of(x[i]) : 1ull);
+                atomicAdd(bins + ((key >> shift) & 255), WEIGHTED ? weight_of(v) : 1ull);
         }
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -88,13 +99,15 @@ DEVICE u32 descend(const float* x, int count, u32 floor, u64 target) {
     return prefix;
 }
 
-DEVICE u64 total_weight(const float* x, int count, u32 floor) {
+DEVICE u64 total_weight(const Tempered& x, u32 floor) {
     __shared__ u64 total;
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
     u64 own = 0;
-    for (int i = threadIdx.x; i < count; i += THREADS)
-        if (key_of(x[i]) >= floor) own += weight_of(x[i]);
+    for (int i = threadIdx.x; i < x.count; i += THREADS) {
+        const float v = x[i];
+        if (key_of(v) >= floor) own += weight_of(v);
+    }
     atomicAdd(&total, own);
     __syncthreads();
     return total;
@@ -118,15 +131,27 @@ DEVICE uint4 philox(u64 seed, u32 block, u32 position) {
 
 DEVICE double gumbel(u32 word) { return -log(-log(((double)word + 0.5) * 2.3283064365386963e-10)); }
 
+// At least gumbel(word), and above it by less than 2e-3: what cannot win with it needs no logarithms in float64.
+DEVICE float gumbel_bound(u32 word) {
+    // Near 1 a float's logarithm is no longer close.
+    if (word >= 0xff000000u) return __uint_as_float(0x7f800000u);
+    return 1e-3f - __logf(-__logf(((float)word + 0.5f) * 2.3283064e-10f));
+}
+
 // -- the row ----------------------------------------------------------------------------------------------------------------
 
 DEVICE u64 largest(const float* x, int count) {
-    u64 best = 0;
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-        const u64 rank = ranked(x[i], i);
-        best = rank > best ? rank : best;
+    // Per thread the largest, the first of equals: its ids ascend.
+    u32 key = 0;
+    int id = 0;
+    UNROLL_8 for (int i = threadIdx.x; i < count; i += THREADS) {
+        const u32 k = key_of(x[i]);
+        if (k > key) {
+            key = k;
+            id = i;
+        }
     }
-    return block_max(best);
+    return block_max(key ? ((u64)key << 32) | (u32)~id : 0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -137,7 +162,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
            int* token_ids, float* logprobs, int* top_ids, float* top_logprobs, int top_width) {
     const int row = blockIdx.x;
     const float* raw = logits + (size_t)row * vocab;
-    float* x = work + (size_t)row * vocab;
+    float* changed = work + (size_t)row * vocab;
+    let_next_start();
+    after_previous();
 
     const u64 first = largest(raw, vocab);
     const int wanted = num_logprobs[row];
@@ -172,61 +199,63 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 
     const bool adjusted = bias_offsets[row] < bias_offsets[row + 1] || history_offsets[row] < history_offsets[row + 1];
-    int chosen = (u32)(first >> 32) == 0 ? 0 : id_of(first);
-    if (adjusted || temperature[row] != 0.f) {
-        for (int i = threadIdx.x; i < vocab; i += THREADS) x[i] = raw[i];
+    u64 best = first;
+    if (adjusted) {
+        UNROLL_8 for (int i = threadIdx.x; i < vocab; i += THREADS) changed[i] = raw[i];
         __syncthreads();
         // An id may be named more than once, and sums have an order: so one thread. These lists are short.
         if (threadIdx.x == 0)
             for (long long i = bias_offsets[row]; i < bias_offsets[row + 1]; i++)
-                x[bias_ids[i]] = __fadd_rn(x[bias_ids[i]], bias_values[i]);
+                changed[bias_ids[i]] = __fadd_rn(changed[bias_ids[i]], bias_values[i]);
         __syncthreads();
         for (long long i = history_offsets[row] + threadIdx.x; i < history_offsets[row + 1]; i += THREADS) {
-            float v = x[history_ids[i]];
+            float v = changed[history_ids[i]];
             v = v > 0.f ? __fdiv_rn(v, repetition[row]) : __fmul_rn(v, repetition[row]);
             if (history_counts[i] > 0)
                 v = __fsub_rn(v, __fadd_rn(__fmul_rn(frequency[row], (float)history_counts[i]), presence[row]));
-            x[history_ids[i]] = v;
+            changed[history_ids[i]] = v;
         }
         __syncthreads();
-        const u64 best = largest(x, vocab);
-        const float highest = value_of((u32)(best >> 32));
-        chosen = (u32)(best >> 32) == 0 ? 0 : id_of(best);
-        if (temperature[row] != 0.f && fabsf(highest) < INFINITE) {
-            for (int i = threadIdx.x; i < vocab; i += THREADS)
-                x[i] = __fdiv_rn(__fsub_rn(x[i], highest), temperature[row]);
-            __syncthreads();
-            u32 floor = 1;  // above NaN
-            if (top_k[row] > 0 && top_k[row] < vocab) floor = max(floor, descend<false>(x, vocab, floor, top_k[row]));
-            if (min_p[row] > 0.f) floor = max(floor, key_of((float)log((double)min_p[row])));
-            if (top_p[row] < 1.f) {
-                const u64 target = (u64)ceil((double)top_p[row] * (double)total_weight(x, vocab, floor));
-                floor = max(floor, descend<true>(x, vocab, floor, target > 1 ? target : 1));
+        best = largest(changed, vocab);
+    }
+    const float highest = value_of((u32)(best >> 32));
+    int chosen = (u32)(best >> 32) == 0 ? 0 : id_of(best);
+    if ((u32)(best >> 32) != 0 && temperature[row] != 0.f && fabsf(highest) < INFINITE) {
+        const Tempered x = {adjusted ? changed : raw, highest, temperature[row], vocab};
+        u32 floor = 1;  // above NaN
+        if (top_k[row] > 0 && top_k[row] < vocab) floor = max(floor, descend<false>(x, floor, top_k[row]));
+        if (min_p[row] > 0.f) floor = max(floor, key_of((float)log((double)min_p[row])));
+        if (top_p[row] < 1.f) {
+            const u64 target = (u64)ceil((double)top_p[row] * (double)total_weight(x, floor));
+            floor = max(floor, descend<true>(x, floor, target > 1 ? target : 1));
+        }
+        int id_best = 0;
+        double value_best = -(double)INFINITE;
+        for (int quad = threadIdx.x; quad * 4 < vocab; quad += THREADS) {
+            float v[4];
+            bool any = false;
+            UNROLL for (int j = 0; j < 4; j++) {
+                v[j] = quad * 4 + j < vocab ? x[quad * 4 + j] : __uint_as_float(0x7fc00000u);
+                any = any || key_of(v[j]) >= floor;
             }
-            u64 id_best = 0;
-            double value_best = -(double)INFINITE;
-            for (int quad = threadIdx.x; quad * 4 < vocab; quad += THREADS) {
-                bool any = false;
-                UNROLL for (int j = 0; j < 4; j++) any = any || (quad * 4 + j < vocab && key_of(x[quad * 4 + j]) >= floor);
-                if (!any) continue;
-                const uint4 words = philox(seed[row], quad, (u32)position[row]);
-                UNROLL for (int j = 0; j < 4; j++) {
-                    const int id = quad * 4 + j;
-                    if (id >= vocab || key_of(x[id]) < floor) continue;
-                    const double v = (double)x[id] + gumbel(j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w);
-                    // Ascending ids: an equal value later does not replace an earlier one.
-                    if (v > value_best) {
-                        value_best = v;
-                        id_best = id;
-                    }
+            if (!any) continue;
+            const uint4 words = philox(seed[row], quad, (u32)position[row]);
+            UNROLL for (int j = 0; j < 4; j++) {
+                const u32 word = j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w;
+                if (key_of(v[j]) < floor || (double)v[j] + (double)gumbel_bound(word) < value_best) continue;
+                const double noisy = (double)v[j] + gumbel(word);
+                // Ascending ids: an equal value later does not replace an earlier one.
+                if (noisy > value_best) {
+                    value_best = noisy;
+                    id_best = quad * 4 + j;
                 }
             }
-            // Over threads: the largest value, then the lowest id. A double's order is that of its bits, folded as for floats.
-            const long long bits = __double_as_longlong(value_best);
-            const u64 key = bits < 0 ? ~(u64)bits : (u64)bits | 0x8000000000000000ull;
-            const u64 winner = block_max(key);
-            chosen = id_of(block_max(key == winner ? (1ull << 63) | (u32)~(int)id_best : 0));
         }
+        // Over threads: the largest value, then the lowest id. A double's order is that of its bits, folded as for floats.
+        const long long bits = __double_as_longlong(value_best);
+        const u64 key = bits < 0 ? ~(u64)bits : (u64)bits | 0x8000000000000000ull;
+        const u64 winner = block_max(key);
+        chosen = id_of(block_max(key == winner ? (1ull << 63) | (u32)~id_best : 0));
     }
     if (threadIdx.x == 0) {
         token_ids[row] = chosen;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cupy
@@ -133,7 +133,8 @@ def load_gated(gate: GroupedMatrix, up: GroupedMatrix) -> CudaWeight:
         0,
         blocks,
     )
-    return CudaWeight((part,), channels, inputs, gated=True)
+    # The last tiles' padding has no column in the output.
+    return CudaWeight((replace(part, channels=2 * channels),), channels, inputs, gated=True)
 
 
 def _format(matrix: GroupedMatrix) -> tuple[int, int, str]:

@@ -37,7 +37,7 @@ KERNELS = {
     "rows": {"embedding", "gather_rows"},
     "sample": {"sample"},
 }
-VARIANTS = [variant for variants in (*tables.FEW.values(), *tables.MANY.values()) for variant in variants]
+VARIANTS = [*(variant for variants in tables.FEW.values() for variant in variants), *tables.SPLIT, *tables.WHOLE]
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -1,0 +1,79 @@
+"""What GPUs there are, without importing cupy before one is asked for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardline.kernels.errors import DeviceUnavailableError
+
+OLDEST_ARCH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """One GPU that the kernels run on.
+
+    Attributes:
+        index: As CUDA counts them for this process.
+        name: The driver's.
+        arch: 86 for sm_86.
+        free_bytes, total_bytes: Of its memory.
+        bytes_per_second: Of its memory, from its clock and width; what a stream of weights can reach at best.
+        processors: Multiprocessors.
+    """
+
+    index: int
+    name: str
+    arch: int
+    free_bytes: int
+    total_bytes: int
+    bytes_per_second: float
+    processors: int
+
+    @property
+    def numeric_class(self) -> str:
+        """GPUs of one class give the same bits: a tensor core adds 8 products at a time before sm_90, then 16."""
+        return "cuda 8" if self.arch < 90 else "cuda 16"
+
+
+def cuda_device(index: int) -> CudaDevice:
+    """Look at a GPU.
+
+    Raises:
+        DeviceUnavailableError: cupy, a driver or the GPU is missing, or it is older than sm_80.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            f"the CUDA backend needs cupy ({error}): pip install 'shardline[cuda12]', or [cuda13] for a CUDA 13 driver"
+        ) from None
+    runtime = cupy.cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise DeviceUnavailableError(f"no GPU can be used: {error}; nvidia-smi should list one") from None
+    if not 0 <= index < count:
+        raise DeviceUnavailableError(f"there is no GPU {index}: this process sees {count}, counted from 0")
+    facts = runtime.getDeviceProperties(index)
+    arch = facts["major"] * 10 + facts["minor"]
+    if arch < OLDEST_ARCH:
+        raise DeviceUnavailableError(
+            f"GPU {index} is sm_{arch}, and the kernels need sm_{OLDEST_ARCH} (Ampere) or newer: leave this card out, "
+            "or use the CPU"
+        )
+    with cupy.cuda.Device(index) as device:
+        free, total = device.mem_info
+        # kHz, two transfers a clock, bits.
+        rate = 2e3 * device.attributes["MemoryClockRate"] * device.attributes["GlobalMemoryBusWidth"] / 8
+    return CudaDevice(index, facts["name"].decode(), arch, free, total, float(rate), facts["multiProcessorCount"])
+
+
+def cubin_folder() -> Path:
+    """Where compiled kernels are kept: $SHARDLINE_CACHE, else shardline/ under $XDG_CACHE_HOME or ~/.cache."""
+    chosen = os.environ.get("SHARDLINE_CACHE")
+    if chosen:
+        return Path(chosen) / "cubin"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardline" / "cubin"

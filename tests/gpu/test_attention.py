@@ -1,0 +1,185 @@
+"""Paged attention on a GPU: against float64, and decode = whole = any chunks, bit for bit, split or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardline.kernels import KVLayout, RopeTable, Rows
+
+pytestmark = pytest.mark.gpu
+# Head dim, query heads a KV head, KV heads, tokens.
+SHAPES = [(64, 3, 3, 1300), (80, 1, 2, 600), (96, 4, 2, 600), (128, 4, 2, 1400), (128, 7, 1, 700), (256, 16, 1, 600)]
+
+
+@dataclass
+class Sequences:
+    """Some sequences whose keys and values are in a pool, spread over blocks in no order."""
+
+    cuda: Any
+    qkv: list[np.ndarray]
+    cache: Any
+    tables: np.ndarray
+    head_dim: int
+    group: int
+    kv_heads: int
+
+    def attend(self, runs: list[tuple[int, int, int]]) -> np.ndarray:
+        """float32 bits [rows, Hq * D] of (sequence, first, end), all in one step."""
+        values = np.concatenate([self.qkv[s][first:end] for s, first, end in runs])
+        positions = np.concatenate([np.arange(first, end) for _, first, end in runs]).astype(np.int32)
+        sequences = np.concatenate([np.full(end - first, i) for i, (_, first, end) in enumerate(runs)]).astype(np.int32)
+        upload = self.cuda.upload
+        tables = upload(np.ascontiguousarray(self.tables[[s for s, _, _ in runs]]))
+        rows = Rows(len(values), upload(positions), upload(positions), upload(sequences), tables)
+        heads = self.group * self.kv_heads
+        out = self.cuda.activations(len(values), heads * self.head_dim)
+        with self.cuda._stream:
+            out.fragments.fill(0x7E557E55)
+            out.values.fill(np.nan)
+            out.sums.fill(np.nan)
+        self.cuda.begin_step(rows, self.cache, heads)
+        self.cuda.paged_attention(upload(values), rows, self.cache, 0, self.head_dim**-0.5, out)
+        got: np.ndarray = self.cuda.read(out)
+        sums = self.cuda.read(out.sums).transpose(0, 3, 1, 2).reshape(-1, out.blocks * 2)[: len(values)]
+        channels = heads * self.head_dim // 32 * 32
+        parts = got[:, :channels].reshape(len(got), -1, 32).astype(np.float64)
+        near = np.abs(sums[:, : channels // 32] - parts.sum(axis=2)) <= np.abs(parts).sum(axis=2) * 2.0**-22
+        assert (near | np.isnan(parts.sum(axis=2))).all(), "the sums are of other values"
+        return got
+
+
+def make(
+    cuda: Any, head_dim: int, group: int, kv_heads: int, lengths: list[int], block_size: int, seed: int = 0
+) -> Sequences:
+    """Fill a pool through rope_kv_write that turns by nothing."""
+    rng = np.random.default_rng([seed, head_dim, group])
+    width = -(-max(lengths) // block_size)
+    layout = KVLayout(1, width * len(lengths) + 3, block_size, kv_heads, head_dim, "float16")
+    cache = cuda.allocate_kv(layout)
+    with cuda._stream:
+        cache.keys.fill(0x7E00)  # NaN wherever nothing was written: it must never be read
+        cache.values.fill(0x7E00)
+    blocks = np.random.default_rng([seed, block_size]).permutation(layout.num_blocks)
+    tables = blocks[: width * len(lengths)].reshape(len(lengths), width).astype(np.int32)
+    rope = RopeTable(
+        cuda.upload(np.ones((max(lengths), 1), np.float32)), cuda.upload(np.zeros((max(lengths), 1), np.float32)), False
+    )
+    all_qkv = []
+    for sequence, length in enumerate(lengths):
+        qkv = rng.standard_normal((length, (group + 2) * kv_heads * head_dim)).astype(np.float32)
+        qkv[:, : group * kv_heads * head_dim] *= 3
+        positions = np.arange(length, dtype=np.int32)
+        slots = tables[sequence][positions // block_size] * block_size + positions % block_size
+        zeros = cuda.upload(np.zeros(length, np.int32))
+        rows = Rows(length, cuda.upload(positions), cuda.upload(slots.astype(np.int32)), zeros, zeros.reshape(1, -1))
+        cuda.rope_kv_write(cuda.upload(qkv), rows, rope, cache, 0)
+        all_qkv.append(qkv)
+    return Sequences(cuda, all_qkv, cache, tables, head_dim, group, kv_heads)
+
+
+def reference(qkv: np.ndarray, rows: np.ndarray, head_dim: int, group: int, kv_heads: int) -> np.ndarray:
+    """float64 [rows, Hq * D], of queries, keys and values in halves."""
+    halves = qkv.astype(np.float16).astype(np.float64).reshape(len(qkv), -1, head_dim)
+    out = np.empty((len(rows), group * kv_heads, head_dim))
+    for place, p in enumerate(rows):
+        for head in range(group * kv_heads):
+            kv = head // group
+            keys = halves[: p + 1, group * kv_heads + kv]
+            values = halves[: p + 1, (group + 1) * kv_heads + kv]
+            scores = keys @ halves[p, head] * head_dim**-0.5
+            weights = np.exp(scores - scores.max())
+            out[place, head] = weights @ values / weights.sum()
+    return out.reshape(len(rows), -1)
+
+
+@pytest.fixture(params=["whole", "split"])
+def way(request: pytest.FixtureRequest, cuda: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Forces one block a tile, or a block for every split."""
+    way: str = request.param
+    monkeypatch.setattr(cuda, "_processors", 0 if way == "whole" else 10**5)
+    return way
+
+
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "length"), SHAPES)
+def test_against_float64(cuda: Any, way: str, head_dim: int, group: int, kv_heads: int, length: int) -> None:
+    sequences = make(cuda, head_dim, group, kv_heads, [length], 16)
+    got = sequences.attend([(0, 0, length)])
+    rows = np.unique([0, 1, 62, 63, 64, 65, 255, 256, 257, 511, 512, length - 1])
+    wanted = reference(sequences.qkv[0], rows, head_dim, group, kv_heads)
+    # Probabilities and the result are rounded to halves.
+    largest = np.abs(sequences.qkv[0]).max()
+    assert (np.abs(got[rows] - wanted) <= 2.0**-11 * largest + np.abs(wanted) * 2.0**-11).all()
+
+
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "length"), SHAPES)
+def test_decode_is_whole_is_any_chunks(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, kv_heads: int, length: int
+) -> None:
+    expected = None
+    for block_size in (8, 64, 256):
+        sequences = make(cuda, head_dim, group, kv_heads, [length], block_size)
+        for processors in (0, 10**5, 132, 20):
+            monkeypatch.setattr(cuda, "_processors", processors)
+            whole = sequences.attend([(0, 0, length)])
+            assert np.isfinite(whole).all()
+            expected = whole if expected is None else expected
+            assert np.array_equal(whole, expected), (block_size, processors)
+            for chunk in (7, 64, 97, 300) if block_size == 64 else (250,):
+                parts = [sequences.attend([(0, at, min(at + chunk, length))]) for at in range(0, length, chunk)]
+                assert np.array_equal(np.concatenate(parts), expected), (block_size, processors, chunk)
+            rows = {*range(0, length, 37), 63, 64, 65, 255, 256, 257, 511, 512, 513, length - 2, length - 1}
+            for row in rows:
+                assert np.array_equal(sequences.attend([(0, row, row + 1)])[0], expected[row]), (processors, row)
+
+
+def test_a_row_is_the_same_in_any_company(cuda: Any, way: str) -> None:
+    lengths = [1, 5, 63, 64, 65, 130, 255, 256, 257, 300, 511, 513, 700, 1100]
+    sequences = make(cuda, 128, 4, 2, lengths, 16)
+    alone = [sequences.attend([(s, 0, length)]) for s, length in enumerate(lengths)]
+    rng = np.random.default_rng(1)
+    for count in (*range(1, 66), 255, 256, 257, 511, 512, 513):
+        # Decode rows, with a chunk of a prompt now and then.
+        runs = []
+        for s in rng.integers(len(lengths), size=count):
+            first = int(rng.integers(lengths[s]))
+            end = min(first + int(rng.integers(1, 40)), lengths[s]) if rng.random() < 0.1 else first + 1
+            runs.append((int(s), first, end))
+        got = sequences.attend(runs)
+        assert np.array_equal(got, np.concatenate([alone[s][first:end] for s, first, end in runs])), count
+
+
+def test_nan_stays_in_its_row_and_its_sequence(cuda: Any, way: str) -> None:
+    sequences = make(cuda, 128, 4, 2, [300, 300], 16)
+    expected = [sequences.attend([(s, 0, 300)]) for s in range(2)]
+    sequences.qkv[0][130, 200] = np.nan
+    got = sequences.attend([(0, 0, 300), (1, 0, 300)])
+    channels = np.arange(8 * 128) // 128 == 1
+    assert np.isnan(got[130, channels]).all()
+    got[130, channels] = expected[0][130, channels]
+    assert np.array_equal(got, np.concatenate(expected))
+
+
+def test_replay_is_eager_a_hundred_times(cuda: Any, poisoned: Callable[..., Any]) -> None:
+    sequences = make(cuda, 128, 4, 8, [1000, 700, 30], 16)
+    upload = cuda.upload
+    positions = np.array([999, 650, 3], np.int32)
+    rows = Rows(3, upload(positions), upload(positions), upload(np.arange(3, dtype=np.int32)), upload(sequences.tables))
+    qkv = upload(np.stack([sequences.qkv[s][p] for s, p in enumerate(positions)]))
+    out = cuda.activations(3, 4096)
+
+    def issue() -> None:
+        cuda.begin_step(rows, sequences.cache, 32)
+        cuda.paged_attention(qkv, rows, sequences.cache, 0, 128**-0.5, out)
+
+    issue()
+    eager = cuda.read(out)
+    for _ in range(100):
+        with cuda._stream:
+            out.fragments.fill(0x7E557E55)
+        cuda.replay("replayed attention", issue)
+        assert np.array_equal(cuda.read(out), eager)

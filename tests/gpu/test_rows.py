@@ -1,0 +1,157 @@
+"""Ops on single rows on a GPU: norm, embedding, gathering, turning and cache writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardline.kernels import KVLayout, RopeTable, Rows
+
+pytestmark = pytest.mark.gpu
+COUNTS = [*range(1, 66), 255, 256, 257, 511, 512, 513]
+
+
+def rows_of(seed: int, count: int, channels: int) -> np.ndarray:
+    rng = np.random.default_rng([seed, count, channels])
+    x = rng.standard_normal((count, channels)) * 10.0 ** rng.uniform(-6, 6, (count, 1))
+    return x.astype(np.float32)
+
+
+def norm(cuda: Any, x: np.ndarray, weight: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """What a product sees of the result, and the sums of each 32 channels that come with it."""
+    out = cuda.activations(*x.shape)
+    with cuda._stream:
+        out.fragments.fill(0x7E557E55)
+        out.sums.fill(np.nan)
+    cuda.rms_norm(cuda.upload(x), cuda.upload(weight), eps, out, len(x))
+    values = cuda.read(out)
+    sums = cuda.read(out.sums).transpose(0, 3, 1, 2).reshape(-1, out.blocks * 2)[: len(x)]
+    return values, sums * cuda.read(out.scales)[: len(x), None]
+
+
+@pytest.mark.parametrize("channels", [64, 100, 576, 1024, 2044, 2048, 4096, 12288])
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_norm_against_float64(cuda: Any, channels: int, rows: int) -> None:
+    x = rows_of(1, rows, channels)
+    weight = np.random.default_rng(2).uniform(0.2, 2, channels).astype(np.float32)
+    got, sums = norm(cuda, x, weight, 1e-5)
+    wide = x.astype(np.float64)
+    wanted = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * weight
+    # A rounding to halves of the row's own scale.
+    error = np.abs(wanted) * 2.0**-10.99 + np.abs(wanted).max(axis=1, keepdims=True) * 2.0**-38
+    assert (np.abs(got - wanted) <= error).all()
+    padded = np.zeros((rows, sums.shape[1] * 32))
+    padded[:, :channels] = got
+    parts = padded.reshape(rows, -1, 32)
+    assert (np.abs(sums - parts.sum(axis=2)) <= np.abs(parts).sum(axis=2) * 2.0**-22).all()
+
+
+@pytest.mark.parametrize("channels", [576, 4096])
+def test_norm_of_a_row_is_the_same_in_any_company(cuda: Any, channels: int) -> None:
+    most = max(COUNTS)
+    x = rows_of(3, most, channels)
+    x[7, 5], x[9, 1], x[11] = np.nan, np.inf, 0
+    weight = np.random.default_rng(4).uniform(0.2, 2, channels).astype(np.float32)
+    alone = [norm(cuda, x[row : row + 1], weight, 1e-6) for row in range(most)]
+    values, sums = (np.concatenate(part) for part in zip(*alone, strict=True))
+    assert set(np.flatnonzero(~np.isfinite(values).all(axis=1))) == {7, 9}
+    assert (values[11] == 0).all()
+    rng = np.random.default_rng(5)
+    for count in COUNTS:
+        chosen = rng.permutation(most)[:count]
+        got, got_sums = norm(cuda, x[chosen], weight, 1e-6)
+        assert np.array_equal(got, values[chosen], equal_nan=True), count
+        assert np.array_equal(got_sums, sums[chosen], equal_nan=True), count
+
+
+def test_written_activations_keep_eleven_bits(cuda: Any, prepared: Callable[..., Any]) -> None:
+    for channels in (64, 576, 4096):
+        x = rows_of(6, 21, channels)
+        _, got = prepared(x)
+        error = np.abs(x) * 2.0**-11 + np.abs(x).max(axis=1, keepdims=True) * 2.0**-38
+        assert (np.abs(got - x) <= error).all()
+
+
+def test_embedding_is_the_matrix(cuda: Any, poisoned: Callable[..., Any], weights: Any) -> None:
+    matrix = weights.matrix(331, 640)
+    ids = np.random.default_rng(7).integers(331, size=40).astype(np.int32)
+    out = poisoned(40, 640)
+    cuda.embedding(cuda.upload(ids), cuda.load_matrix([matrix]), out, 40)
+    # Two roundings, of which one may be of a zero point shifted into the integers.
+    wanted = matrix.dequantize()[ids]
+    scale = np.repeat(matrix.scale.astype(np.float32), weights.group_size, 1)[ids]
+    assert (np.abs(cuda.read(out) - wanted) <= scale * 2.0 ** (weights.bits - 22)).all()
+
+
+def test_gathered_rows_are_the_rows(cuda: Any, poisoned: Callable[..., Any]) -> None:
+    x = rows_of(8, 50, 777)
+    indices = np.random.default_rng(9).integers(50, size=33).astype(np.int32)
+    out = poisoned(33, 777)
+    cuda.gather_rows(cuda.upload(x), cuda.upload(indices), out, 33)
+    assert np.array_equal(cuda.read(out), x[indices])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rotary", "interleaved", "norms"),
+    [
+        (64, 64, True, False),
+        (80, 32, False, False),
+        (96, 96, False, True),
+        (128, 128, False, True),
+        (256, 64, True, True),
+    ],
+)
+@pytest.mark.parametrize("block_size", [8, 32, 256])
+def test_turned_and_written(
+    cuda: Any, head_dim: int, rotary: int, interleaved: bool, norms: bool, block_size: int
+) -> None:
+    rng = np.random.default_rng([head_dim, block_size])
+    count, query_heads, kv_heads = 37, 6, 2
+    layout = KVLayout(2, 512 // block_size, block_size, kv_heads, head_dim, "float16")
+    cache = cuda.allocate_kv(layout)
+    angles = rng.uniform(0, 6, (400, rotary // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    rope = RopeTable(cuda.upload(cos), cuda.upload(sin), interleaved)
+    positions = np.sort(rng.permutation(400)[:count]).astype(np.int32)
+    slots = rng.permutation(512)[:count].astype(np.int32)
+    qkv = rng.standard_normal((count, (query_heads + 2 * kv_heads) * head_dim)).astype(np.float32)
+    qkv[3, -1], qkv[4, -1] = 1e6, -1e6
+    q_norm, k_norm = (rng.uniform(0.5, 2, head_dim).astype(np.float32) for _ in range(2))
+    rows = Rows(
+        count,
+        cuda.upload(positions),
+        cuda.upload(slots),
+        cuda.upload(np.zeros(count, np.int32)),
+        cuda.upload(np.zeros((1, 1), np.int32)),
+    )
+    device = cuda.upload(qkv)
+    kept = {"q_norm": cuda.upload(q_norm), "k_norm": cuda.upload(k_norm), "eps": 1e-6} if norms else {}
+    cuda.rope_kv_write(device, rows, rope, cache, 1, **kept)
+
+    heads = qkv.astype(np.float64).reshape(count, -1, head_dim)
+    turned = heads[:, : query_heads + kv_heads].copy()
+    if norms:
+        turned /= np.sqrt((turned**2).mean(axis=2, keepdims=True) + 1e-6)
+        turned[:, :query_heads] *= q_norm
+        turned[:, query_heads:] *= k_norm
+    pairs = np.arange(rotary).reshape(-1, 2) if interleaved else np.arange(rotary).reshape(2, -1).T
+    a, b = turned[:, :, pairs[:, 0]], turned[:, :, pairs[:, 1]]
+    c, s = cos[positions].astype(np.float64)[:, None], sin[positions].astype(np.float64)[:, None]
+    turned[:, :, pairs[:, 0]], turned[:, :, pairs[:, 1]] = a * c - b * s, b * c + a * s
+
+    got = cuda.read(device).reshape(count, -1, head_dim)
+    assert (np.abs(got[:, :query_heads] - turned[:, :query_heads]) <= 3e-6).all()
+    assert np.array_equal(got[:, query_heads:], qkv.reshape(got.shape)[:, query_heads:])
+    for array, wanted in (
+        (cache.keys, turned[:, query_heads:]),
+        (cache.values, np.clip(heads[:, query_heads + kv_heads :], -65504, 65504)),
+    ):
+        pool = cuda.read(array).view(np.float16).astype(np.float64)
+        assert (pool[0] == 0).all()
+        by_slot = pool[1].transpose(0, 2, 1, 3).reshape(512, kv_heads, head_dim)
+        assert (np.abs(by_slot[slots] - wanted) <= np.abs(wanted) * 2.0**-11 + 3e-6).all()
+        untouched = np.setdiff1d(np.arange(512), slots)
+        assert (by_slot[untouched] == 0).all()
