@@ -92,17 +92,19 @@ def plan_table(plan: PipelinePlan) -> Table:
 def plan_lines(plan: PipelinePlan, concurrency: int) -> list[str]:
     """What a plan gives, for people."""
     memory, speed = plan.stages[plan.memory_bound_by], plan.stages[plan.speed_bound_by]
+    sequences = "1 sequence" if plan.concurrency == 1 else f"{plan.concurrency} sequences"
     lines = [
-        f"pool: {plan.num_blocks} blocks of {memory.spec.block_size} tokens on every stage, for {plan.concurrency}"
-        f" sequences of {plan.context} tokens at once, or one of {plan.max_context}",
+        f"pool: {plan.num_blocks} blocks of {memory.spec.block_size} tokens on every stage, for {sequences} of "
+        f"{plan.context} tokens at once, or one of {plan.max_context}",
         f"predicted: {plan.single_tokens_per_second:.0f} tokens/s for one sequence, {plan.tokens_per_second:.0f} for"
         f" {concurrency} (microbatches of {plan.microbatch_rows}, {plan.depth} plans in flight)",
     ]
-    if len(plan.stages) > 1:
-        lines.append(
-            f"bound by: memory of stage {memory.spec.index} ({memory.device.name}), speed of stage"
-            f" {speed.spec.index} ({speed.device.name})"
-        )
+    # Where the pool is as large as was wanted, memory binds nothing.
+    full = memory.capacity_blocks == plan.num_blocks
+    bounds = [f"memory of stage {memory.spec.index} ({memory.device.name})"] * full
+    bounds += [f"speed of stage {speed.spec.index} ({speed.device.name})"] * (len(plan.stages) > 1)
+    if bounds:
+        lines.append(f"bound by: {', '.join(bounds)}")
     return lines + [f"note: {note}" for note in plan.notes]
 
 
