@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from shardline.cluster.model_text import ModelText
 from shardline.cluster.models import Progress, resolve
 from shardline.cluster.placement import Device, ModelBytes, PipelinePlan, Wanted
 from shardline.cluster.planner import plan_pipeline
+from shardline.kernels import cuda_device
 from shardline.scheduler import InvalidParameterError, SchedulerConfig
 from shardline.stage import Checkpoint, open_checkpoint
 
@@ -30,6 +32,12 @@ THREAD_FLOPS_PER_SECOND = 5e10
 
 PROCESS_BYTES = 300 * 2**20
 """A stage's process before it has loaded anything: the interpreter, Ray, compiled code."""
+
+GPU_WORKSPACE_BYTES = 512 * 2**20
+"""Of a GPU's free memory, for the context, compiled kernels, and sums of products and attention between blocks."""
+
+GPU_STREAM_SHARE = 0.7
+"""Of a GPU's peak memory rate, what a decode step streams its weights at."""
 
 MEMORY_SHARE = 0.9
 """Of a host's available memory; the rest stays for everything else."""
@@ -47,6 +55,7 @@ class EngineOptions:
         context: The most tokens of one sequence; None for what the model was made for and the memory holds.
         concurrency: Sequences of that length that the pool is made for.
         threads: CPU threads of each stage; None for all cores that this process may use.
+        device: "cpu", or "cuda:N" for one stage in this process on the Nth GPU.
         memory: Bytes that each stage may take; None shares what is free.
         block_size, kv_dtype, max_sequences, max_step_tokens, prefill_chunk, prefix_cache: See `Wanted` and
             `SchedulerConfig`.
@@ -59,6 +68,7 @@ class EngineOptions:
     context: int | None = None
     concurrency: int = 8
     threads: int | None = None
+    device: str = "cpu"
     memory: tuple[int, ...] | None = None
     block_size: int = 16
     kv_dtype: str = "float16"
@@ -171,6 +181,23 @@ def cpu_devices(
     ]
 
 
+def gpu_device(name: str, memory: Sequence[int] | None) -> Device:
+    """The GPU "cuda:N" of this machine, with what of its memory is free now, or as much as `memory` allows.
+
+    Raises DeviceUnavailableError.
+    """
+    found = cuda_device(int(name.removeprefix("cuda:")))
+    free = max(0, int(MEMORY_SHARE * found.free_bytes) - GPU_WORKSPACE_BYTES)
+    return Device(
+        name=f"GPU {found.index} ({found.name})",
+        node=platform.node() or "localhost",
+        free_bytes=free if memory is None else min(free, memory[0]),
+        bytes_per_second=GPU_STREAM_SHARE * found.bytes_per_second,
+        numeric_class=found.numeric_class,
+        backend=name,
+    )
+
+
 def wanted(options: EngineOptions) -> Wanted:
     """The planner's wish for these options. Raises InvalidParameterError for what no plan could satisfy."""
     if options.kv_dtype not in ("float16", "float32"):
@@ -182,6 +209,15 @@ def wanted(options: EngineOptions) -> Wanted:
             raise InvalidParameterError(field, getattr(options, field), "an integer from 1 up")
     if options.threads is not None and options.threads < 1:
         raise InvalidParameterError("threads", options.threads, "an integer from 1 up")
+    if options.device != "cpu":
+        if not re.fullmatch(r"cuda:\d+", options.device):
+            raise InvalidParameterError("device", options.device, "cpu, or cuda:0, cuda:1, ... for a GPU")
+        if options.uses_ray or (options.stage_count or 1) > 1:
+            raise InvalidParameterError(
+                "device", options.device, "cpu for several stages: GPUs over Ray are not built yet"
+            )
+        if options.kv_dtype != "float16":
+            raise InvalidParameterError("kv_dtype", options.kv_dtype, "float16 on a GPU")
     if options.memory is not None and options.stage_count not in (None, len(options.memory)):
         raise InvalidParameterError(
             "memory", ",".join(map(str, options.memory)), f"one number for each of {options.stage_count} stages"
@@ -231,8 +267,11 @@ def prepare(options: EngineOptions, *, progress: Progress | None = None) -> Prep
     finally:
         checkpoint.close()
     if options.address in (None, "local"):
-        count = options.stage_count or len(options.memory or (0,))
-        devices = cpu_devices(max(1, count), memory=options.memory, threads=options.threads)
+        if options.device == "cpu":
+            count = options.stage_count or len(options.memory or (0,))
+            devices = cpu_devices(max(1, count), memory=options.memory, threads=options.threads)
+        else:
+            devices = [gpu_device(options.device, options.memory)]
         return Prepared(options, path, plan_pipeline(model, size, devices, wish), None)
     from shardline.cluster.ray_runtime import describe_cluster
 

@@ -14,16 +14,11 @@ from pathlib import Path
 
 from shardline.cluster.errors import StageLostError
 from shardline.cluster.pipeline import StageStats
-from shardline.kernels import Backend, cpu_backend
+from shardline.kernels import Backend
 from shardline.scheduler import InvalidParameterError, StepPlan, StepResult
-from shardline.stage import Checkpoint, ModelSpec, Stage, StageSpec, open_checkpoint
+from shardline.stage import Checkpoint, ModelSpec, Stage, StageSpec, backend_for, open_checkpoint
 
 BackendFactory = Callable[[StageSpec], Backend]
-
-
-def cpu_backend_for(spec: StageSpec) -> Backend:
-    """The CPU backend with the threads that the stage's share asks for."""
-    return cpu_backend(spec.num_threads)
 
 
 class _Slot:
@@ -50,7 +45,7 @@ class LocalPipeline:
         self,
         specs: Sequence[StageSpec],
         checkpoint: Checkpoint | Path | str,
-        backend_factory: BackendFactory = cpu_backend_for,
+        backend_factory: BackendFactory = backend_for,
         *,
         owns_checkpoint: bool = False,
     ) -> None:
@@ -212,6 +207,7 @@ def stage_specs(
     max_sequences: int,
     max_context: int,
     num_threads: int,
+    device: str = "cpu",
 ) -> tuple[StageSpec, ...]:
     """Stages with that many layers each, alike in all else: the first embeds, the last has the head.
 
@@ -235,6 +231,7 @@ def stage_specs(
             max_sequences=max_sequences,
             max_context=max_context,
             num_threads=num_threads,
+            device=device,
         )
         for index, (count, end) in enumerate(zip(split, ends, strict=True))
     )

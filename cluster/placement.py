@@ -52,6 +52,7 @@ class Device:
         compute: What does the work; devices with the same `compute` take turns. None: the device has its own.
         step_seconds: Fixed cost of one step there: launches and the hop to the next stage.
         numeric_class: Devices of one class give the same bits.
+        backend: What computes there: see `StageSpec.device`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Device:
     compute: str | None = None
     step_seconds: float = 0.0
     numeric_class: str = "cpu"
+    backend: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,7 @@ def _stage(costs: StageCosts, shares: Sequence[Share], index: int, num_blocks: i
         max_sequences=wanted.max_sequences,
         max_context=context,
         num_threads=device.threads,
+        device=device.backend,
     )
     return StagePlan(
         spec=spec,

@@ -68,7 +68,7 @@ class StageLoader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLoader:
-    """Loads stages from a model file that every node has at the same path, on the CPU."""
+    """Loads stages from a model file that every node has at the same path."""
 
     path: Path
 
@@ -88,14 +88,13 @@ class CheckpointLoader:
 
     def load(self, spec: StageSpec) -> LoadedStage:
         """See `StageLoader`. Raises CheckpointError."""
-        from shardline.kernels import cpu_backend
-        from shardline.stage import Stage, open_checkpoint
+        from shardline.stage import Stage, backend_for, open_checkpoint
 
         checkpoint = open_checkpoint(self.path)
         try:
             model = checkpoint.spec
             identity = ModelIdentity(checkpoint.fingerprint, model.hidden_size, model.vocab_size)
-            backend = cpu_backend(spec.num_threads)
+            backend = backend_for(spec)
             try:
                 stage = Stage(spec, checkpoint, backend)
                 with one_at_a_time():

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.cluster.local_pipeline import BackendFactory, cpu_backend_for
+from shardline.cluster.local_pipeline import BackendFactory
 from shardline.scheduler import InvalidParameterError, SamplingParams, SequenceRun, SequenceStart, StepPlan
-from shardline.stage import ModelSpec, Stage, StageSpec, open_checkpoint
+from shardline.stage import ModelSpec, Stage, StageSpec, backend_for, open_checkpoint
 
 WARMUP_STEPS = 3
 _MAX_ROWS = 512
@@ -82,7 +82,8 @@ def measure_subset(
     threads: int = 1,
     block_size: int = 16,
     kv_dtype: str = "float16",
-    backend_factory: BackendFactory = cpu_backend_for,
+    device: str = "cpu",
+    backend_factory: BackendFactory = backend_for,
 ) -> SubsetReport:
     """Load layers first <= i < end, give each sequence its own context, and time decode steps.
 
@@ -95,7 +96,7 @@ def measure_subset(
         batches: Numbers of sequences that decode at once.
         context: Tokens that each sequence has behind it at the first timed step.
         steps: Timed steps.
-        threads, block_size, kv_dtype: Of the stage.
+        threads, block_size, kv_dtype, device: Of the stage.
         backend_factory: Makes its backend.
 
     Raises:
@@ -121,6 +122,7 @@ def measure_subset(
             max_sequences=max(batches),
             max_context=longest,
             num_threads=threads,
+            device=device,
         )
         backend = backend_factory(spec)
         try:

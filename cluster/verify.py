@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shardline.cluster.local_pipeline import BackendFactory, LocalPipeline, cpu_backend_for, stage_specs
+from shardline.cluster.local_pipeline import BackendFactory, LocalPipeline, stage_specs
 from shardline.cluster.verify_cases import Case
 from shardline.cluster.verify_result import CaseResult, first_difference
 from shardline.scheduler import (
@@ -30,7 +30,7 @@ from shardline.scheduler import (
     StepPlan,
     StepResult,
 )
-from shardline.stage import ModelSpec, open_checkpoint
+from shardline.stage import ModelSpec, backend_for, open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ class Verifier:
         threads: int = 2,
         kv_dtype: str = "float16",
         max_batch: int = 64,
-        backend_factory: BackendFactory = cpu_backend_for,
+        device: str = "cpu",
+        backend_factory: BackendFactory = backend_for,
     ) -> None:
         """
         Args:
@@ -59,6 +60,7 @@ class Verifier:
             threads: CPU threads of each stage.
             kv_dtype: "float16" or "float32".
             max_batch: The most sequences of a case.
+            device: What computes the stages; see `StageSpec`.
             backend_factory: Makes a stage's backend.
 
         Raises:
@@ -72,6 +74,7 @@ class Verifier:
         self._new_tokens = new_tokens
         self._threads = threads
         self._kv_dtype = kv_dtype
+        self._device = device
         self._max_batch = max_batch
         self._backend_factory = backend_factory
         draw = random.Random(-1)
@@ -289,6 +292,7 @@ class Verifier:
             max_sequences=sequences + 1,
             max_context=longest,
             num_threads=self._threads,
+            device=self._device,
         )
         pipeline = LocalPipeline(specs, self._checkpoint, self._backend_factory)
         self._loop.run_until_complete(pipeline.start())

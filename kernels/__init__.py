@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
 from shardline.kernels.cpu.resident import cpu_resident_bytes
-from shardline.kernels.errors import KernelsError, UnsupportedProcessorError
+from shardline.kernels.cuda.device import CudaDevice, cuda_device
+from shardline.kernels.errors import DeviceUnavailableError, KernelsError, UnsupportedProcessorError
 from shardline.kernels.matrix import GROUP_SIZES, GroupedMatrix, pack_nibbles
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
@@ -12,6 +13,8 @@ __all__ = [
     "GROUP_SIZES",
     "Array",
     "Backend",
+    "CudaDevice",
+    "DeviceUnavailableError",
     "GroupedMatrix",
     "KVCache",
     "KVLayout",
@@ -24,6 +27,8 @@ __all__ = [
     "Weight",
     "cpu_backend",
     "cpu_resident_bytes",
+    "cuda_backend",
+    "cuda_device",
     "pack_nibbles",
 ]
 
@@ -36,3 +41,15 @@ def cpu_backend(num_threads: int) -> Backend:
     from shardline.kernels.cpu.backend import CpuBackend
 
     return CpuBackend(num_threads)
+
+
+def cuda_backend(index: int) -> Backend:
+    """A CUDA backend on that GPU. Imports cupy, so only when asked for.
+
+    Raises DeviceUnavailableError.
+    """
+    found = cuda_device(index)
+    from shardline.kernels.cuda.backend import CudaBackend
+    from shardline.kernels.cuda.device import cubin_folder
+
+    return CudaBackend(found.index, cubin_folder())

@@ -1,7 +1,8 @@
 """What a backend can refuse.
 
     KernelsError
-    └── UnsupportedProcessorError   this machine's processor lacks what the compiled code needs
+    ├── UnsupportedProcessorError   this machine's processor lacks what the compiled code needs
+    └── DeviceUnavailableError      a GPU is asked for and cannot be used; what is missing
 
 They pickle.
 """
@@ -15,3 +16,7 @@ class KernelsError(Exception):
 
 class UnsupportedProcessorError(KernelsError):
     """The processor cannot run the backend; the message names what it lacks and what to do."""
+
+
+class DeviceUnavailableError(KernelsError):
+    """A GPU is asked for and cannot be used; the message names what is missing and what to do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardline.stage.backends import backend_for
 from shardline.stage.checkpoint import Checkpoint, open_checkpoint
 from shardline.stage.errors import CheckpointError, PlanError, StageError
 from shardline.stage.spec import ModelSpec, RopeSpec, StageSpec
@@ -16,5 +17,6 @@ __all__ = [
     "Stage",
     "StageError",
     "StageSpec",
+    "backend_for",
     "open_checkpoint",
 ]

@@ -76,6 +76,7 @@ class StageSpec:
         max_sequences: The most sequences it may know at once.
         max_context: The most tokens of one sequence.
         num_threads: CPU threads.
+        device: What computes: "cpu", or "cuda:N" for the Nth GPU that the stage's process sees.
     """
 
     index: int
@@ -90,6 +91,7 @@ class StageSpec:
     max_sequences: int
     max_context: int
     num_threads: int
+    device: str = "cpu"
 
     @property
     def num_layers(self) -> int:

@@ -17,7 +17,12 @@ FILES["shardline"] = sorted((ROOT / "src" / "shardline").glob("*.py"))
 
 # What a room may import of another, besides `shardline._version`: a module with all that is in it, or one name of it.
 MAY_IMPORT = {
-    "cluster": ("shardline.stage", "shardline.scheduler", "shardline.kernels:cpu_backend", "shardline.kernels:Backend"),
+    # Of the kernels only what names a backend, says what GPUs there are, or went wrong.
+    "cluster": (
+        "shardline.stage",
+        "shardline.scheduler",
+        *(f"shardline.kernels:{name}" for name in ("Backend", "KernelsError", "cpu_backend", "cuda_device")),
+    ),
     "stage": ("shardline.kernels", "shardline.scheduler.plan", "shardline.scheduler.params"),
     "kernels": (),
     "scheduler": (),

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardline.cluster.local_pipeline import cpu_backend_for
 from shardline.cluster.verify import Verifier
 from shardline.cluster.verify_cases import Case, Factors, default_splits
 from shardline.kernels import Backend
-from shardline.stage import StageSpec
+from shardline.stage import StageSpec, backend_for
 
 LAYERS = 30
 CASES = Factors(default_splits(LAYERS)).covering()
@@ -124,7 +123,7 @@ def test_a_seeded_fault_is_seen(
     smollm2: Path, fault: Callable[[Any, StageSpec], None], changed: dict[str, Any]
 ) -> None:
     def factory(spec: StageSpec) -> Backend:
-        backend = cpu_backend_for(spec)
+        backend = backend_for(spec)
         # A recorded program would not come back to the changed op.
         backend.replay = lambda _key, issue: issue()  # type: ignore[method-assign]
         fault(backend, spec)

@@ -12,7 +12,7 @@ import pytest
 
 from shardline.cluster import Delta, Engine, Request, StageLostError
 from shardline.cluster.inbox import merge
-from shardline.cluster.local_pipeline import LocalPipeline, cpu_backend_for, stage_specs
+from shardline.cluster.local_pipeline import LocalPipeline, stage_specs
 from shardline.cluster.model_text import ModelText
 from shardline.kernels import Backend
 from shardline.scheduler import (
@@ -23,7 +23,7 @@ from shardline.scheduler import (
     SequenceStart,
     StepPlan,
 )
-from shardline.stage import Checkpoint, StageSpec, open_checkpoint
+from shardline.stage import Checkpoint, StageSpec, backend_for, open_checkpoint
 
 SPLIT = (2, 17, 11)
 
@@ -64,7 +64,7 @@ class Faults:
         if self.failing_makes:
             self.failing_makes -= 1
             raise MemoryError("no room on this device")
-        backend: Any = cpu_backend_for(spec)
+        backend: Any = backend_for(spec)
         replay, close = backend.replay, backend.close
 
         def counted(key: object, issue: Callable[[], None]) -> None:
@@ -127,7 +127,7 @@ def test_the_event_loop_goes_on_while_a_stage_computes(specs: tuple[StageSpec, .
     computing = threading.Event()
 
     def slow(spec: StageSpec) -> Backend:
-        backend: Any = cpu_backend_for(spec)
+        backend: Any = backend_for(spec)
         replay = backend.replay
 
         def waiting(key: object, issue: Callable[[], None]) -> None:
