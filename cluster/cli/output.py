@@ -97,8 +97,8 @@ def plan_lines(plan: PipelinePlan, concurrency: int) -> list[str]:
         f"pool: {plan.num_blocks} blocks of {memory.spec.block_size} tokens on every stage, for {sequences} of "
         f"{plan.context} tokens at once, or one of {plan.max_context}",
         f"predicted with contexts half full: {plan.single_tokens_per_second:.0f} tokens/s for one sequence, "
-        f"{plan.tokens_per_second:.0f} for {concurrency} (microbatches of {plan.microbatch_rows}, {plan.depth} plans in "
-        "flight)",
+        f"{plan.tokens_per_second:.0f} for {concurrency} (microbatches of {plan.microbatch_rows}, {plan.depth} plans "
+        "in flight)",
     ]
     # Where the pool is as large as was wanted, memory binds nothing.
     full = memory.capacity_blocks == plan.num_blocks
