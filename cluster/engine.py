@@ -96,7 +96,6 @@ class Engine:
         self._wake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._in_flight = 0
         self._pending_result: asyncio.Task[StepResult] | None = None
         self._losses_in_a_row = 0
         self._losses = 0
@@ -109,17 +108,22 @@ class Engine:
     async def start(self) -> None:
         """Start the pipeline and run one token through all of it; on return the engine is ready.
 
-        Raises whatever kept the pipeline from starting, in the stage's own words; everything is given back then.
+        Raises whatever kept the pipeline from starting, in the stage's own words, and EngineDeadError when it is closed
+        meanwhile; everything is given back then.
         """
         assert self._state == "new", "start() is called once"
         self._state = "starting"
         try:
             await self._pipeline.start()
+            # It may have been closed meanwhile; here and after the probe.
+            self._raise_if_dead()
             self._loop = asyncio.create_task(self._run(), name="shardline engine")
+            self._expect_result()
             # One prompt token and one new one never fill a block, so nothing of them stays in the prefix cache.
             probe = Request(token_ids=(0,), params=SamplingParams(max_tokens=1, ignore_eos=True, seed=0))
             async for _ in self.generate(probe):
                 pass
+            self._raise_if_dead()
         except BaseException:
             await self.close()
             raise
@@ -189,7 +193,7 @@ class Engine:
                     running -= item.finish_reason is not None
                     yield item
         finally:
-            self.cancel(request_id)
+            self.cancel(request_id, inbox)
 
     async def submit(self, request: Request, inbox: Inbox) -> str:
         """Accept a request, or raise as `generate` does; its deltas go to `inbox`. Returns its id.
@@ -217,10 +221,13 @@ class Engine:
             raise
         return request_id
 
-    def cancel(self, request_id: str) -> None:
-        """End a request now with "abort"; an unknown or ended one is no error."""
+    def cancel(self, request_id: str, inbox: Inbox | None = None) -> None:
+        """End a request now with "abort"; an unknown or ended one is no error.
+
+        With `inbox` only if its deltas go there: an id may be used again as soon as its request has ended.
+        """
         live = self._live.get(request_id)
-        if live is None:
+        if live is None or (inbox is not None and live.inbox is not inbox):
             return
         self._scheduler.abort(request_id)
         for index in live.running:
@@ -260,8 +267,6 @@ class Engine:
         try:
             while (plan := self._scheduler.schedule()) is not None:
                 await self._pipeline.submit(plan)
-                self._in_flight += 1
-                self._expect_result()
         finally:
             # Tokens that the scheduler has counted must reach their streams, also when the pipeline broke just now.
             for update in updates:
@@ -273,25 +278,24 @@ class Engine:
             return []
         self._pending_result = None
         result = task.result()
-        self._in_flight -= 1
         self._losses_in_a_row = 0
         self._expect_result()
         return self._scheduler.update(result)
 
     def _expect_result(self) -> None:
-        if self._in_flight and self._pending_result is None:
-            self._pending_result = asyncio.create_task(self._pipeline.result())
-            self._pending_result.add_done_callback(lambda _: self._wake.set())
+        # Also when nothing is in flight: a stage that is lost then is brought back before anyone asks for it.
+        self._pending_result = asyncio.create_task(self._pipeline.result())
+        self._pending_result.add_done_callback(lambda _: self._wake.set())
 
     async def _drop_pending_result(self) -> None:
         task, self._pending_result = self._pending_result, None
-        self._in_flight = 0
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def _recover(self, lost: StageLostError) -> None:
-        self._state = "recovering"
+        if self._state != "closed":
+            self._state = "recovering"
         while True:
             await self._drop_pending_result()
             self._scheduler.drop_in_flight()
@@ -307,15 +311,22 @@ class Engine:
                 continue
             break
         self._losses += 1
-        self._state = "ready" if self._ready_since is not None else "starting"
+        if self._state == "recovering":
+            self._state = "ready" if self._ready_since is not None else "starting"
+        self._expect_result()
         self._wake.set()
 
     async def _die(self, dead: EngineDeadError) -> None:
         if self._state != "closed":
             self._state = "dead"
         self._dead = dead
-        for live in list(self._live.values()):
-            self._fail(live, EngineDeadError(*dead.args))
+        ended, self._live = self._live, {}
+        for request_id, live in ended.items():
+            live.inbox.fail(request_id, EngineDeadError(*dead.args))
+        # Last, for it may be the scheduler that failed.
+        with contextlib.suppress(AssertionError):
+            for request_id in ended:
+                self._scheduler.abort(request_id)
         await self._drop_pending_result()
         with contextlib.suppress(ShardlineError):
             await self._pipeline.close()

@@ -66,6 +66,7 @@ class LocalPipeline:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardline-stages")
         self._slots: list[_Slot | None] = [None] * len(self._specs)
         self._results: deque[Future[StepResult]] = deque()
+        self._submitted = asyncio.Event()
         self._lost: StageLostError | None = None
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -88,10 +89,13 @@ class LocalPipeline:
         """Queue a plan for the worker thread."""
         self._raise_if_lost()
         self._results.append(self._worker.submit(self._step, plan))
+        self._submitted.set()
 
     async def result(self) -> StepResult:
-        """The oldest plan's result."""
-        assert self._results, "result() without a plan in flight"
+        """The oldest plan's result. Here a stage is only ever lost in a step."""
+        while not self._results:
+            self._submitted.clear()
+            await self._submitted.wait()
         return await asyncio.wrap_future(self._results.popleft())
 
     async def recover(self) -> None:

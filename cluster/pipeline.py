@@ -59,8 +59,8 @@ class Pipeline(Protocol):
         ...
 
     async def result(self) -> StepResult:
-        """The result of the oldest plan that has none yet; never waits for ever on a dead stage. Raises
-        StageLostError."""
+        """The result of the oldest plan that has none yet; waits for a plan too. Raises StageLostError as soon as a
+        stage is lost, whether it has anything to do or not; never waits for ever on a dead stage."""
         ...
 
     async def recover(self) -> None:

@@ -120,7 +120,8 @@ class RayPipeline:
             self._deadline = asyncio.get_running_loop().call_later(self._config.step_seconds, self._check_deadline)
 
     async def result(self) -> StepResult:
-        """The oldest plan's result. Raises StageLostError, soon after `step_seconds` without a result at the latest."""
+        """The oldest plan's result; waits for a plan too. Raises StageLostError, when anything is in flight soon after
+        `step_seconds` without a result at the latest."""
         while not self._results:
             self._raise_if_lost()
             await self._changed.wait()

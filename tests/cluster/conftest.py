@@ -73,6 +73,8 @@ class ScriptedPipeline:
 
     async def result(self) -> StepResult:
         while not self._waiting:
+            if self._lost:
+                raise StageLostError(1, "scripted loss at rest")
             self._arrived.clear()
             await self._arrived.wait()
         await self.gate.wait()
@@ -82,6 +84,11 @@ class ScriptedPipeline:
             self._lost = True
             raise StageLostError(1, f"scripted loss at step {ordinal}")
         return result
+
+    def lose(self) -> None:
+        """Lose a stage now, whether it has anything to do or not."""
+        self._lost = True
+        self._arrived.set()
 
     async def recover(self) -> None:
         await asyncio.sleep(0)

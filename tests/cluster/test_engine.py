@@ -583,6 +583,20 @@ def test_losses_with_steps_between_are_survived_for_ever(rig: Callable[..., Rig]
     within(work())
 
 
+def test_a_stage_that_is_lost_at_rest_comes_back_before_anyone_asks(rig: Callable[..., Rig]) -> None:
+    async def work() -> None:
+        async with rig() as r:
+            assert (await r.whole(ask(5))).token_ids == expected(ask(5))
+            r.pipeline.lose()
+            while (await r.engine.status()).losses == 0:
+                await asyncio.sleep(0)
+            assert (await r.engine.status()).state == "ready"
+            assert (await r.whole(ask(6))).token_ids == expected(ask(6))
+            assert r.pipeline.recoveries == 1
+
+    within(work(), 5.0)
+
+
 def test_recoveries_that_fail_are_tried_again_within_the_budget(rig: Callable[..., Rig]) -> None:
     async def work() -> None:
         async with rig(config=EngineConfig(max_losses=3)) as r:
@@ -660,6 +674,29 @@ def test_a_fault_in_the_loop_ends_every_stream_instead_of_hanging_it(rig: Callab
         await r.engine.close()
 
     within(work())
+
+
+def test_a_scheduler_that_fails_ends_every_stream_and_gives_the_pipeline_back(rig: Callable[..., Rig]) -> None:
+    async def work() -> None:
+        r = rig()
+        await r.engine.start()
+        streams = [r.engine.generate(ask(5 + i, max_tokens=100)) for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+
+        def broken(*_: object) -> None:
+            raise AssertionError("a block is lost")
+
+        r.engine._scheduler.update = r.engine._scheduler.abort = broken  # type: ignore[method-assign, assignment]
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="a block is lost"):
+                async for _ in stream:
+                    pass
+        while not r.pipeline.closed:
+            await asyncio.sleep(0)
+        await r.engine.close()
+
+    within(work(), 5.0)
 
 
 def test_cancel_while_a_stage_comes_back(rig: Callable[..., Rig]) -> None:
@@ -759,6 +796,45 @@ def test_a_close_that_is_cancelled_goes_on_and_a_second_one_waits_for_it(rig: Ca
         assert r.pipeline.closed
 
     within(work())
+
+
+@pytest.mark.parametrize("when", ["loading", "probing"])
+def test_an_engine_that_is_closed_while_it_starts_does_not_become_ready(rig: Callable[..., Rig], when: str) -> None:
+    async def work() -> None:
+        r = rig()
+        go_on = asyncio.Event()
+        if when == "loading":
+            r.pipeline.start = go_on.wait
+        else:
+            r.pipeline.gate.clear()
+        starting = asyncio.create_task(r.engine.start())
+        while when == "probing" and not r.pipeline.plans:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await r.engine.close()
+        go_on.set()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await starting
+        assert (await r.engine.status()).state == "closed"
+        assert asyncio.all_tasks() <= {asyncio.current_task()}
+
+    within(work(), 5.0)
+
+
+def test_an_id_that_is_used_again_is_not_ended_by_who_had_it_before(rig: Callable[..., Rig]) -> None:
+    async def work() -> None:
+        async with rig() as r:
+            first = r.engine.generate(replace(ask(5, max_tokens=3), request_id="same"))
+            await anext(first)
+            while r.engine._live:
+                await asyncio.sleep(0)
+            second = r.engine.generate(replace(ask(6, max_tokens=40), request_id="same"))
+            got = [await anext(second)]
+            await first.aclose()
+            got += [delta async for delta in second]
+            assert merge(got).token_ids == expected(ask(6, max_tokens=40))
+
+    within(work(), 5.0)
 
 
 def test_close_while_a_stage_comes_back(rig: Callable[..., Rig]) -> None:
