@@ -78,6 +78,7 @@ class RayPipeline:
         self._diagnosis: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def specs(self) -> tuple[StageSpec, ...]:
@@ -157,9 +158,13 @@ class RayPipeline:
 
     async def close(self) -> None:
         """End every process that was started and give its place back. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        if self._closing is None:
+            self._closed = True
+            self._closing = asyncio.create_task(self._close())
+        # It goes on when a caller is cancelled, and a second caller waits for it.
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._end_epoch(StageLostError(None, "the pipeline was closed"))
         if self._diagnosis is not None:
             self._diagnosis.cancel()

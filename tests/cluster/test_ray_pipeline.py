@@ -436,6 +436,18 @@ def test_the_window_a_cancelled_wait_and_the_close():
     work_with(work, max_in_flight=4)
 
 
+def test_a_close_that_is_cancelled_goes_on_and_a_second_one_waits_for_it():
+    async def work(pipeline: RayPipeline) -> None:
+        first = asyncio.create_task(pipeline.close())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert first.cancelled()
+
+    work_with(work)
+
+
 DRIVER = """
 import asyncio, os, sys, time
 import numpy as np
