@@ -11,13 +11,14 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from shardline.cluster.local_pipeline import BackendFactory, LocalPipeline, stage_specs
+from shardline.cluster.stage_options import check_stage_options
 from shardline.cluster.verify_cases import Case
 from shardline.cluster.verify_result import CaseResult, first_difference
 from shardline.scheduler import (
@@ -31,6 +32,8 @@ from shardline.scheduler import (
     StepResult,
 )
 from shardline.stage import ModelSpec, backend_for, open_checkpoint
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Verifier:
         """
         if not 2 <= new_tokens <= 64:
             raise InvalidParameterError("new_tokens", new_tokens, "an integer from 2 to 64")
+        check_stage_options(kv_dtype=kv_dtype, threads=threads, device=device)
         self._checkpoint = open_checkpoint(model)
         self.model: ModelSpec = self._checkpoint.spec
         self._new_tokens = new_tokens
@@ -123,13 +127,23 @@ class Verifier:
             passed &= result.passed
         return passed
 
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        task = self._loop.create_task(work)
+        try:
+            return self._loop.run_until_complete(task)
+        except BaseException:
+            # Interrupted, perhaps: it must not go on when `close` runs the loop again.
+            task.cancel()
+            self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+            raise
+
     def close(self) -> None:
         """Give the memory back. Idempotent."""
         if self._loop.is_closed():
             return
         self._unload()
         if self._alone is not None:
-            self._loop.run_until_complete(self._alone.close())
+            self._wait(self._alone.close())
         self._loop.close()
         self._checkpoint.close()
 
@@ -180,7 +194,7 @@ class Verifier:
         if prompt not in self._references:
             if self._alone is None:
                 self._alone = self._pipeline((self.model.num_layers,), 16, 1)
-            self._loop.run_until_complete(self._alone.recover())
+            self._wait(self._alone.recover())
             scheduler = self._scheduler(
                 16,
                 prefill_chunk=None,
@@ -190,7 +204,7 @@ class Verifier:
                 prefix_cache=False,
             )
             request = NewRequest("0", prompt.token_ids, prompt.params)
-            tokens = self._loop.run_until_complete(_drain(self._alone, scheduler, [request]))
+            tokens = self._wait(_drain(self._alone, scheduler, [request]))
             self._references[prompt] = tuple(tokens["0"])
         return self._references[prompt]
 
@@ -220,14 +234,12 @@ class Verifier:
             warming = [
                 NewRequest(f"warm {index}", prompt.token_ids, params) for index, prompt in enumerate(running[:2])
             ]
-            self._loop.run_until_complete(_drain(pipeline, scheduler, warming))
+            self._wait(_drain(pipeline, scheduler, warming))
         before = scheduler.stats()
         requests = [NewRequest(str(index), prompt.token_ids, prompt.params) for index, prompt in enumerate(running)]
         # Blocks are taken from newer sequences: let these come when the oldest is about to need one.
         at_once = 1 if case.preempted else len(requests)
-        tokens = self._loop.run_until_complete(
-            _drain(pipeline, scheduler, requests[:at_once], later=requests[at_once:])
-        )
+        tokens = self._wait(_drain(pipeline, scheduler, requests[:at_once], later=requests[at_once:]))
         after = scheduler.stats()
         return (
             [tokens[request.request_id] for request in requests],
@@ -266,12 +278,12 @@ class Verifier:
             self._loaded = (split, block_size, self._pipeline(split, block_size, self._max_batch))
         pipeline = self._loaded[2]
         # The last case's sequences and step numbers are of no use to the next.
-        self._loop.run_until_complete(pipeline.recover())
+        self._wait(pipeline.recover())
         return pipeline
 
     def _unload(self) -> None:
         if self._loaded is not None:
-            self._loop.run_until_complete(self._loaded[2].close())
+            self._wait(self._loaded[2].close())
             self._loaded = None
 
     def _pipeline(self, split: tuple[int, ...], block_size: int, sequences: int) -> LocalPipeline:
@@ -295,7 +307,7 @@ class Verifier:
             device=self._device,
         )
         pipeline = LocalPipeline(specs, self._checkpoint, self._backend_factory)
-        self._loop.run_until_complete(pipeline.start())
+        self._wait(pipeline.start())
         return pipeline
 
     def _scheduler(

@@ -39,7 +39,7 @@ def verify_command(
     with Verifier(
         path,
         new_tokens=new_tokens,
-        threads=threads or cores(),
+        threads=cores() if threads is None else threads,
         kv_dtype=kv_dtype,
         max_batch=max(batches),
         device=device,
@@ -60,6 +60,8 @@ def verify_command(
             def report(result: CaseResult) -> None:
                 results.append(result)
                 progress.advance(task)
+                if not result.passed:
+                    progress.console.print(f"{_name(result.case)}: {_reason(result)}", markup=False, style="red")
 
             passed = verifier.run_all(cases, report)
     if as_json:
@@ -78,7 +80,8 @@ def _print(results: Sequence[CaseResult]) -> None:
             made.add_row(*_row(result))
         console.print(made)
     for result in results:
-        if not result.passed:
+        # Where stdout is a terminal too, they stand there already, as they happened.
+        if not result.passed and not (console.is_terminal and stderr().is_terminal):
             console.print(f"{_name(result.case)}: {_reason(result)}", markup=False, style="red")
     tokens = sum(result.tokens for result in results)
     preemptions = sum(result.preemptions for result in results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.cluster.cli import main
+from shardline.cluster.local_pipeline import LocalPipeline
 from shardline.cluster.verify import Verifier
 from shardline.cluster.verify_cases import Case, Factors, default_splits
 from shardline.cluster.verify_result import first_difference
@@ -162,3 +164,24 @@ def test_a_case_that_does_not_do_its_work_fails(smollm2: Path, monkeypatch: pyte
         assert result.first is None
         assert not result.passed
         assert result.missed == "no sequence was preempted"
+
+
+def test_an_interrupt_leaves_nothing_behind(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = LocalPipeline.result
+    calls = itertools.count()
+
+    async def interrupted(self: LocalPipeline) -> Any:
+        if next(calls) == 20:
+            raise KeyboardInterrupt
+        return await result(self)
+
+    monkeypatch.setattr(LocalPipeline, "result", interrupted)
+    assert main(["verify", str(smollm2), *SMALL]) == 130
+    gc.collect()
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert "never retrieved" not in captured.err
+    assert next(calls) == 21
