@@ -1,4 +1,4 @@
-// Rows of activations to the B fragments that linear.cu reads, with or without RMSNorm before.
+// Rows of activations to the tiles of halves that linear.cu reads, with or without RMSNorm before.
 //
 // A row of float32 becomes half precision times an exact power of two of its own, chosen so that its largest magnitude lies in
 // [2^14, 2^15): no value of the row overflows, and values down to 2^-28 of the largest keep all their bits. The scale is a
@@ -69,17 +69,16 @@ DEVICE void prepare(const float* x, const float* weight, float eps, u32* out, fl
     const int tile = m >> 3, column = m & 7;
     // Every warp goes round together: the last round may have idle threads, which still take part in the tree.
     for (int i0 = threadIdx.x & ~31; i0 < quads; i0 += THREADS) {
-        const int i = i0 + (threadIdx.x & 31), block = i >> 4, step = (i >> 2) & 3;
+        const int i = i0 + (threadIdx.x & 31), block = i >> 4;
         float sum = 0.f;
         if (i < quads) {
             const float4 v = row[i];
-            UNROLL for (int j = 0; j < 4; j += 2) {
-                const int inside = (i * 4 + j) & 15, lane = column * 4 + ((inside & 7) >> 1), word = (step & 1) * 2 + (inside >> 3);
-                const u32 pair = floats_to_half2(__fmul_rn(j ? v.z : v.x, down), __fmul_rn(j ? v.w : v.y, down));
-                out[((((size_t)tile * KB + block) * 2 + (step >> 1)) * 32 + lane) * 4 + word] = pair;
-                sum = __fadd_rn(sum, half_to_float((u16)(pair & 0xffff)));
-                sum = __fadd_rn(sum, half_to_float((u16)(pair >> 16)));
-            }
+            const u32 low = floats_to_half2(__fmul_rn(v.x, down), __fmul_rn(v.y, down));
+            const u32 high = floats_to_half2(__fmul_rn(v.z, down), __fmul_rn(v.w, down));
+            const size_t at = (((size_t)tile * KB + block) * 64 + ((i & 15) >> 1) * 8 + column) * 4 + (i & 1) * 2;
+            *(uint2*)(out + at) = make_uint2(low, high);
+            sum = __fadd_rn(__fadd_rn(half_to_float((u16)(low & 0xffff)), half_to_float((u16)(low >> 16))), half_to_float((u16)(high & 0xffff)));
+            sum = __fadd_rn(sum, half_to_float((u16)(high >> 16)));
         }
         UNROLL for (int d = 1; d < 8; d <<= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
         if (i < quads && (threadIdx.x & 7) == 0) sums[(((size_t)tile * KB + block) * 2 + ((i >> 3) & 1)) * 8 + column] = sum;

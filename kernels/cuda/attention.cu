@@ -11,8 +11,8 @@
 // attend_rows: grid (1, KV heads, query tiles), 128 threads. A block walks all splits of its tile and merges them as it goes.
 // attend_splits: grid (split blocks, KV heads, query tiles). Block x takes splits x, x + gridDim.x, ... and writes each split's
 //   (o, m, l) to `partial` [row][query head][split][HEAD_DIM + 2]; the last block of a tile and head to arrive merges them in order.
-//   Same bits as attend_rows.
-// The result goes to `out` as B fragments with their sums (linear.cu), scale 1: it is a mean of halves. HEAD_DIM not a multiple of
+//   A tile of one split needs neither. Same bits as attend_rows.
+// The result goes to `out` as tiles of halves with their sums (linear.cu), scale 1: it is a mean of halves. HEAD_DIM not a multiple of
 // 32: as float32 rows, for prepare_rows.
 //
 // qkv [rows, (Hq + 2 Hkv) * HEAD_DIM] float32, queries turned already. Cache [blocks][Hkv][block size][HEAD_DIM] half.
@@ -90,11 +90,9 @@ struct Result {
 DEVICE void store_32(const Result& result, int row, int channel, float v) {
     const int lane = threadIdx.x & 31, tile = row >> 3, column = row & 7, block = channel >> 6;
     const float next = __shfl_down_sync(~0u, v, 1);
-    const int k = channel + lane, step = (k >> 4) & 3, inside = k & 15;
-    if ((lane & 1) == 0) {
-        const int to = column * 4 + ((inside & 7) >> 1), word = (step & 1) * 2 + (inside >> 3);
-        result.fragments[((((size_t)tile * result.KB + block) * 2 + (step >> 1)) * 32 + to) * 4 + word] = floats_to_half2(v, next);
-    }
+    const int k = (channel + lane) & 63;
+    if ((lane & 1) == 0)
+        result.fragments[(((size_t)tile * result.KB + block) * 64 + (k >> 3) * 8 + column) * 4 + ((k & 7) >> 1)] = floats_to_half2(v, next);
     // The order of activation.cu: 4 channels ascending, then a tree over 8.
     const float seen = half_to_float(float_to_half(v));
     float sum = 0.f;
@@ -127,6 +125,7 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
     const int length = positions[first_row + count - 1] + 1;
     const int splits = (length + KV_TILE * SPLIT_TILES - 1) / (KV_TILE * SPLIT_TILES);
     if (!WHOLE && blockIdx.x >= splits) return;  // and is not waited for
+    const bool alone = WHOLE || splits == 1;
     const int* table = block_tables + (size_t)sequences[first_row] * table_width;
     const int block_mask = (1 << block_shift) - 1;
 
@@ -143,6 +142,8 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
         }
         copy_commit();
     };
+    const int first_split = WHOLE ? 0 : blockIdx.x;
+    load(0, first_split * SPLIT_TILES);
     // The 16 rows of the tile: row i is token i / G, head i % G. A lane holds rows lane / 4 and + 8.
     const int width = (G + 2) * kv_heads * HEAD_DIM;
     int own_position[2];
@@ -166,10 +167,10 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
     }
     UNROLL for (int n = 0; n < OWN_COLUMNS; n++) UNROLL for (int e = 0; e < 4; e++) merged.f[n][e] = 0.f;
 
-    for (int split = WHOLE ? 0 : blockIdx.x; split < splits; split += WHOLE ? 1 : gridDim.x) {
+    for (int split = first_split; split < splits; split += WHOLE ? 1 : gridDim.x) {
         const int tile0 = split * SPLIT_TILES;
         const int num_tiles = min((length - tile0 * KV_TILE + KV_TILE - 1) / KV_TILE, SPLIT_TILES);
-        load(0, tile0);
+        if (split != first_split) load(0, tile0);
         float o[OWN_COLUMNS][4], sum[4] = {0.f, 0.f, 0.f, 0.f}, m[2] = {FAR, FAR};
         UNROLL for (int n = 0; n < OWN_COLUMNS; n++) UNROLL for (int e = 0; e < 4; e++) o[n][e] = 0.f;
         for (int t = 0; t < num_tiles; t++) {
@@ -237,7 +238,7 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
             }
             __syncthreads();
         }
-        if (WHOLE) {
+        if (alone) {
             float keep[2], add[2];
             UNROLL for (int h = 0; h < 2; h++) merge(merged.m[h], merged.l[h], m[h], sum[h * 2], keep[h], add[h]);
             UNROLL for (int n = 0; n < OWN_COLUMNS; n++) UNROLL for (int e = 0; e < 4; e++)
@@ -260,7 +261,7 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
         }
     }
     const int query_heads = kv_heads * G;
-    if (WHOLE) {
+    if (alone) {
         // Through shared memory, so that one warp has a row's channels side by side.
         __syncthreads();
         float* heads = (float*)shared;  // [16][HEAD_DIM]

@@ -52,7 +52,7 @@ _float = np.float32
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Rows that a matrix product reads: as float32 where an op writes them so, and as the B fragments of linear.cu.
+    """Rows that a matrix product reads: as float32 where an op writes them so, and as the tiles of linear.cu.
 
     rms_norm writes the fragments at once; of what attention and gated_linear write they are made right after.
     """
@@ -400,8 +400,10 @@ class CudaBackend(Backend):
             launch = tables.linear_launch(
                 rows,
                 part.tiles * weights.TILE,
-                num_slices,
+                part.blocks,
+                part.bits,
                 part.group_size,
+                self.arch,
                 self._processors,
                 gated=weight.gated,
             )
@@ -444,9 +446,9 @@ class CudaBackend(Backend):
         words: NDArray[np.uint32] = x.fragments.get(stream=self._stream, blocking=True)
         scales: NDArray[np.float32] = x.scales.get(stream=self._stream, blocking=True)
         tiles, blocks = words.shape[:2]
-        # tile, block, pair of steps, token, lane column, step of the pair, half, element
-        halves = words.view(np.float16).reshape(tiles, blocks, 2, 8, 4, 2, 2, 2)
-        rows = halves.transpose(0, 3, 1, 2, 5, 6, 4, 7).reshape(tiles * 8, blocks * tables.BLOCK_K)
+        # tile, block, eight channels, token, channel
+        halves = words.view(np.float16).reshape(tiles, blocks, 8, 8, 8)
+        rows = halves.transpose(0, 3, 1, 2, 4).reshape(tiles * 8, blocks * tables.BLOCK_K)
         values = rows.astype(np.float32) * scales[:, None]
         return np.ascontiguousarray(values[: x.shape[0], : x.shape[1]])
 

@@ -84,6 +84,56 @@ DEVICE void load_matrix_4_transposed(u32* r, u32 address) {
                  : "r"(address));
 }
 
+#if __CUDA_ARCH_FEAT_SM90_ALL
+#define WARPGROUPS 1
+
+// Hopper's product of a warpgroup (4 warps): c[64 x 8 NI] = a[64 x 16] b[16 x 8 NI] (+ c), a from registers, b from shared memory. A
+// warp holds 16 rows of a and c as for mma_16x8x16, and gets the same bits. b is described by b_tiles.
+#define C4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define WARPGROUP_MMA(shape, registers, a0, a1, a2, a3, b, add)                                                         \
+    "{\n.reg .pred p;\nsetp.ne.b32 p, %" #add ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32.f16.f16 {" registers "}, "   \
+    "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", p, 1, 1, 0;\n}\n"
+
+template <int NI>
+DEVICE void warpgroup_mma(float (*c)[4], const u32* a, u64 b, int add) {
+    static_assert(NI == 2 || NI == 4 || NI == 8, "16, 32 or 64 tokens");
+    if constexpr (NI == 2)
+        asm volatile(WARPGROUP_MMA("m64n16k16", "%0,%1,%2,%3,%4,%5,%6,%7", 8, 9, 10, 11, 12, 13)
+                     : C4(0), C4(1)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    else if constexpr (NI == 4)
+        asm volatile(WARPGROUP_MMA("m64n32k16", "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", 16, 17, 18, 19, 20, 21)
+                     : C4(0), C4(1), C4(2), C4(3)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    else
+        asm volatile(WARPGROUP_MMA("m64n64k16",
+                                   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
+                                   "%26,%27,%28,%29,%30,%31", 32, 33, 34, 35, 36, 37)
+                     : C4(0), C4(1), C4(2), C4(3), C4(4), C4(5), C4(6), C4(7)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+// Tiles of 8 tokens by 8 channels (128 bytes), neighbours in K side by side, neighbours in tokens `stride` bytes apart.
+DEVICE u64 b_tiles(u32 address, u32 stride) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(128 >> 4) << 16 | (u64)(stride >> 4) << 32;
+}
+
+DEVICE void warpgroup_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+DEVICE void warpgroup_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+
+// What comes after reads the registers after what came before.
+template <int NI>
+DEVICE void hold(float (*c)[4]) {
+    UNROLL for (int n = 0; n < NI; n++) asm volatile("" : C4(n)::"memory");
+}
+
+// What this thread wrote to shared memory is seen by the tensor cores that read it themselves.
+DEVICE void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
+
 // -- memory ------------------------------------------------------------------------------------------------------------
 
 // Weights are read once a step: past the L1, so that it keeps the activations.

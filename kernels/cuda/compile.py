@@ -62,7 +62,8 @@ def compile_kernels(name: str, defines: Mapping[str, int], arch: int, cache: Pat
     from cupy_backends.cuda.libs import nvrtc
 
     text = source_text(name, defines)
-    options = (f"-arch=sm_{arch}", *OPTIONS)
+    # Hopper's own instructions (wgmma) are not part of the plain sm_90.
+    options = (f"-arch=sm_{arch}{'a' if arch == 90 else ''}", *OPTIONS)
     key = hashlib.sha256(repr((text, options, nvrtc.getVersion())).encode()).hexdigest()[:32]
     stored = cache / f"{name}-sm{arch}-{key}" if cache else None
     if stored and (image := stored.with_suffix(".cubin")).exists():

@@ -15,7 +15,7 @@
 //   w        [N / 16][KB][BITS / 4][32 lanes] x 16 bytes: A fragments in lane order. 4 bits: word j is k16 step j, its nibbles
 //            (0,4)(1,5)(2,6)(3,7) are a0..a3. 8 bits: words 2j and 2j + 1 of the lane's two vectors are step j's (a0,a1), (a2,a3).
 //   scale    [N / 16][K / GROUP][8][2]: channels r and r + 8 of the tile side by side; minimum likewise.
-//   x        [tokens / 8][KB][2][32 lanes] x 16 bytes: B fragments in lane order, two k16 steps a vector.
+//   x        [tokens / 8][KB][8][8 tokens] x 16 bytes: tiles of 8 tokens by 8 channels, what ldmatrix and wgmma read.
 //   x_sums   [tokens / 8][KB][2][8 tokens] float32: sums over 32 channels.
 //   x_scale  [tokens]: powers of two; the true activation is x * x_scale.
 //   gated    tiles alternate gate, up; N counts both, out has N / 2 columns.
@@ -105,6 +105,30 @@ DEVICE void add_sums(GroupSum& into, const float* sums, bool starts) {
     into.odd = starts ? v.y : __fadd_rn(into.odd, v.y);
 }
 
+// T at the end of a group; `g` is its place in the block.
+template <int MI, int NI>
+DEVICE void fold(const float (&P)[MI][NI][4], float (&T)[MI][NI][4], const GroupSum (&X)[NI], const Scales<MI>& scales, int g) {
+    UNROLL for (int i = 0; i < MI; i++) {
+        const float s0 = pair_low(scales.scale[i][g]), s1 = pair_high(scales.scale[i][g]);
+#if HAS_MIN
+        const float m0 = __fmaf_rn((float)CENTRE, s0, pair_low(scales.minimum[i][g]));
+        const float m1 = __fmaf_rn((float)CENTRE, s1, pair_high(scales.minimum[i][g]));
+#endif
+        UNROLL for (int n = 0; n < NI; n++) {
+            T[i][n][0] = __fmaf_rn(s0, P[i][n][0], T[i][n][0]);
+            T[i][n][1] = __fmaf_rn(s0, P[i][n][1], T[i][n][1]);
+            T[i][n][2] = __fmaf_rn(s1, P[i][n][2], T[i][n][2]);
+            T[i][n][3] = __fmaf_rn(s1, P[i][n][3], T[i][n][3]);
+#if HAS_MIN
+            T[i][n][0] = __fmaf_rn(m0, X[n].even, T[i][n][0]);
+            T[i][n][1] = __fmaf_rn(m0, X[n].odd, T[i][n][1]);
+            T[i][n][2] = __fmaf_rn(m1, X[n].even, T[i][n][2]);
+            T[i][n][3] = __fmaf_rn(m1, X[n].odd, T[i][n][3]);
+#endif
+        }
+    }
+}
+
 // Two k16 steps (half a block) of one warp: P chains, and T at the end of each group. x[n] are the B fragments of both steps,
 // sums[n * SUM_STRIDE] the sums of this half for the lane's tokens.
 template <int MI, int NI>
@@ -126,30 +150,37 @@ DEVICE void multiply(float (&P)[MI][NI][4], float (&T)[MI][NI][4], GroupSum (&X)
 #if HAS_MIN
         if (step % 2 == 0) UNROLL for (int n = 0; n < NI; n++) add_sums(X[n], sums + n * sum_stride, starts);
 #endif
-        if (ends) {
-            const int g = GROUPS_A_BLOCK > 1 ? step / STEPS_A_GROUP : 0;
-            UNROLL for (int i = 0; i < MI; i++) {
-                const float s0 = pair_low(scales.scale[i][g]), s1 = pair_high(scales.scale[i][g]);
-#if HAS_MIN
-                const float m0 = __fmaf_rn((float)CENTRE, s0, pair_low(scales.minimum[i][g]));
-                const float m1 = __fmaf_rn((float)CENTRE, s1, pair_high(scales.minimum[i][g]));
-#endif
-                UNROLL for (int n = 0; n < NI; n++) {
-                    T[i][n][0] = __fmaf_rn(s0, P[i][n][0], T[i][n][0]);
-                    T[i][n][1] = __fmaf_rn(s0, P[i][n][1], T[i][n][1]);
-                    T[i][n][2] = __fmaf_rn(s1, P[i][n][2], T[i][n][2]);
-                    T[i][n][3] = __fmaf_rn(s1, P[i][n][3], T[i][n][3]);
-#if HAS_MIN
-                    T[i][n][0] = __fmaf_rn(m0, X[n].even, T[i][n][0]);
-                    T[i][n][1] = __fmaf_rn(m0, X[n].odd, T[i][n][1]);
-                    T[i][n][2] = __fmaf_rn(m1, X[n].even, T[i][n][2]);
-                    T[i][n][3] = __fmaf_rn(m1, X[n].odd, T[i][n][3]);
-#endif
-                }
-            }
-        }
+        if (ends) fold<MI, NI>(P, T, X, scales, GROUPS_A_BLOCK > 1 ? step / STEPS_A_GROUP : 0);
     }
 }
+
+#if WARPGROUPS
+// The same for a whole block by warpgroups: a are the block's fragments of weights, x is the shared address of the tokens' tiles, sums
+// at the lane's tokens of the block. `meanwhile` runs beside the tensor cores.
+template <int MI, int NI, typename Meanwhile>
+DEVICE void multiply_block(float (&P)[MI][NI][4], float (&T)[MI][NI][4], GroupSum (&X)[NI], const u32 (&a)[4][MI][4],
+                           const Scales<MI>& scales, u32 x, const float* sums, int part, Meanwhile meanwhile) {
+    const u64 tiles = b_tiles(x, 1024);
+    UNROLL for (int g = 0; g < GROUPS_A_BLOCK; g++) {
+        const bool starts = part % BLOCKS_A_GROUP == 0, ends = part % BLOCKS_A_GROUP == BLOCKS_A_GROUP - 1;
+        UNROLL for (int i = 0; i < MI; i++) hold<NI>(P[i]);
+        warpgroup_begin();
+        UNROLL for (int s = 0; s < STEPS_A_GROUP; s++) UNROLL for (int i = 0; i < MI; i++) {
+            const int step = g * STEPS_A_GROUP + s;
+            warpgroup_mma<NI>(P[i], a[step][i], tiles + step * (256 >> 4), !(starts && s == 0));
+        }
+        warpgroup_commit();
+#if HAS_MIN
+        UNROLL for (int h = 0; h < (STEPS_A_GROUP + 1) / 2; h++) UNROLL for (int n = 0; n < NI; n++)
+            add_sums(X[n], sums + n * 16 + (g * STEPS_A_GROUP / 2 + h) * 8, starts && h == 0);
+#endif
+        if (g == 0) meanwhile();
+        warpgroup_wait<0>();
+        UNROLL for (int i = 0; i < MI; i++) hold<NI>(P[i]);
+        if (ends) fold<MI, NI>(P, T, X, scales, g);
+    }
+}
+#endif
 
 struct Output {
     float* out;
@@ -200,7 +231,7 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
     const uint4* w = weights.w + ((size_t)tile * KB + begin) * STEP + lane;
     const size_t first_scale = ((size_t)tile * groups + begin * 64 / GROUP) * GROUP_STEP + (lane >> 2);
     const Pair *scale = weights.scale + first_scale, *minimum = weights.minimum + first_scale;
-    const uint4* xp = x + (size_t)begin * 64 + lane;
+    const u32* xp = (const u32*)(x + (size_t)begin * 64) + lane;
     const float* sp = x_sums + (size_t)begin * 16 + (lane & 3) * 2;
 
     uint4 q[PF][MI][VECTORS], xf[2][2][NI];
@@ -222,7 +253,9 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
     auto fetch_x = [&](int p, int ahead) {
         UNROLL for (int n = 0; n < NI; n++) UNROLL for (int h = 0; h < 2; h++) {
             xf[p & 1][h][n] = make_uint4(0, 0, 0, 0);
-            if (n * 8 + (lane >> 2) < o.M) xf[p & 1][h][n] = xp[(size_t)n * KB * 64 + (p + ahead) * 64 + h * 32];
+            if (n * 8 + (lane >> 2) >= o.M) continue;
+            const u32* at = xp + (size_t)n * KB * 256 + (p + ahead) * 256 + h * 128;
+            xf[p & 1][h][n] = make_uint4(at[0], at[32], at[64], at[96]);
         }
     };
     let_next_start();
@@ -245,7 +278,7 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
         w += PF * STEP;
         scale += PF * 64 / GROUP * GROUP_STEP;
         minimum += PF * 64 / GROUP * GROUP_STEP;
-        xp += PF * 64;
+        xp += PF * 256;
         sp += PF * 16;
     }
 
@@ -331,28 +364,64 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
     GroupSum X[NI];
     UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) T[i][n][e] = 0.f;
     int stage = 0, slice = first_slice, slice_end = slice_begin(first_slice + 1, S, KB);
+#if WARPGROUPS
+    // Fragments of the next block are made while the tensor cores work on this one's. Not for groups within a block, where
+    // the compiler finds no second set of registers and makes the tensor cores wait for each other, nor where there are none left.
+    constexpr bool AHEAD = GROUP == 128 && BITS == 4 && !HAS_MIN;
+    u32 a[4][MI][4], a_next[4][MI][4];
+    auto make = [&](const uint4* shared, u32 (&into)[4][MI][4]) {
+        uint4 q[MI][VECTORS];
+        UNROLL for (int i = 0; i < MI; i++) UNROLL for (int v = 0; v < VECTORS; v++)
+            q[i][v] = shared[X_VECTORS + ((wc * MI + i) * VECTORS + v) * 32 + lane];
+        UNROLL for (int step = 0; step < 4; step++) UNROLL for (int i = 0; i < MI; i++) dequantize(q[i], step, into[step][i]);
+    };
+    copy_wait<STAGES - 2>();
+    publish_to_tensor_cores();
+    __syncthreads();
+    if (begin < end) make(stages, a);
+#endif
     for (int block = begin; block < end; block += BLOCKS_A_GROUP) {
         UNROLL for (int part = 0; part < BLOCKS_A_GROUP; part++) {
+            const int freed = stage == 0 ? STAGES - 1 : stage - 1, after = stage + 1 == STAGES ? 0 : stage + 1;
+            const uint4* shared = stages + stage * STAGE;
+            const float* block_sums = (const float*)(shared + X_VECTORS + W_VECTORS) + wt * NI * 16 + (lane & 3) * 2;
+            auto load = [&] {
+                load_x(freed, block + part + STAGES - 1);
+                load_w(freed, block + part + STAGES - 1);
+                copy_commit();
+            };
+            if (part == 0) scales = next;
+#if WARPGROUPS
+            multiply_block<MI, NI>(P, T, X, a, scales, shared_address(shared + wt * NI * 64), block_sums, part, [&] {
+                copy_wait<STAGES - 3>();
+                publish_to_tensor_cores();
+                __syncthreads();
+                load();
+                if (AHEAD) make(stages + after * STAGE, a_next);
+            });
+            if (!AHEAD) make(stages + after * STAGE, a);
+            else UNROLL for (int step = 0; step < 4; step++) UNROLL for (int i = 0; i < MI; i++) UNROLL for (int j = 0; j < 4; j++)
+                a[step][i][j] = a_next[step][i][j];
+#else
             copy_wait<STAGES - 2>();
             __syncthreads();
-            const int freed = stage == 0 ? STAGES - 1 : stage - 1;
-            load_x(freed, block + part + STAGES - 1);
-            load_w(freed, block + part + STAGES - 1);
-            copy_commit();
-            if (part == 0) scales = next;
-            const uint4* shared = stages + stage * STAGE;
+            load();
             uint4 q[MI][VECTORS];
             UNROLL for (int i = 0; i < MI; i++) UNROLL for (int v = 0; v < VECTORS; v++)
                 q[i][v] = shared[X_VECTORS + ((wc * MI + i) * VECTORS + v) * 32 + lane];
             UNROLL for (int h = 0; h < 2; h++) {
                 uint4 xf[NI];
-                UNROLL for (int n = 0; n < NI; n++) xf[n] = shared[((wt * NI + n) * 2 + h) * 32 + lane];
-                const float* half_sums = (const float*)(shared + X_VECTORS + W_VECTORS) + wt * NI * 16 + h * 8 + (lane & 3) * 2;
-                multiply<MI, NI>(P, T, X, q, scales, xf, half_sums, 16, h, part);
+                UNROLL for (int n = 0; n < NI; n++) {
+                    u32 b[4];
+                    load_matrix_4(b, shared_address(shared + (wt * NI + n) * 64 + h * 32 + lane));
+                    xf[n] = make_uint4(b[0], b[1], b[2], b[3]);
+                }
+                multiply<MI, NI>(P, T, X, q, scales, xf, block_sums + h * 8, 16, h, part);
             }
+#endif
             if (part == BLOCKS_A_GROUP - 1 && block + part + 1 < end)
                 load_scales<MI>(next, weights, tile, groups, block + part + 1, lane);
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            stage = after;
         }
         if (block + BLOCKS_A_GROUP == slice_end) {
             float* mine = partial + ((size_t)slice * plane + place) * VALUES * THREADS + threadIdx.x;
@@ -419,10 +488,13 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
     }
 
 // Names say tokens x channels; few_* also the slices that they are for. `tables.py` picks one.
+// Light ones have less in flight a warp and more warps: for many channels.
+constexpr int LIGHT = GROUP == 128 && BITS == 4 && !HAS_MIN && !SCALE_F32 ? 3 : 2;
 #define FEW_OF(kind, GATED)                          \
     FEW(kind##_8x64_s1, 1, 2, 1, 2, DEEP / 2, GATED, 4)  \
     FEW(kind##_8x64_s4, 1, 2, 4, 2, DEEP / 2, GATED, 2)  \
     FEW(kind##_8x32_s8, 1, 2, 8, 1, DEEP / 2, GATED, 2)  \
+    FEW(kind##_8x32_s8_light, 1, 2, 8, 1, 2, GATED, LIGHT) \
     FEW(kind##_16x64_s1, 2, 2, 1, 2, DEEP / 2, GATED, 2) \
     FEW(kind##_16x64_s4, 2, 2, 4, 2, DEEP / 2, GATED, 1) \
     FEW(kind##_16x32_s8, 2, 2, 8, 1, DEEP / 2, GATED, 1)
@@ -443,4 +515,10 @@ MANY(split_64x128, 4, 1, 8, 4, true, false, 2)
 MANY(whole_64x128, 4, 1, 8, 4, false, false, 2)
 MANY(gated_split_64x128, 4, 1, 8, 4, true, true, 2)
 MANY(gated_whole_64x128, 4, 1, 8, 4, false, true, 2)
+#if WARPGROUPS && BITS == 4  // takes more shared memory than other cards have
+MANY(split_64x256, 8, 1, 8, 5, true, false, 1)
+MANY(whole_64x256, 8, 1, 8, 5, false, false, 1)
+MANY(gated_split_64x256, 8, 1, 8, 5, true, true, 1)
+MANY(gated_whole_64x256, 8, 1, 8, 5, false, true, 1)
+#endif
 #endif

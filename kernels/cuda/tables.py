@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 BLOCK_K = 64
@@ -17,6 +18,7 @@ ATTENTION_SPLIT = 256
 
 SHARED_LIMIT = 99 * 1024
 """Shared memory a block on consumer cards (sm_86, sm_89, sm_120)."""
+HOPPER_SHARED_LIMIT = 227 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class LinearVariant:
         threads: Of a block.
         stages: Blocks of K in shared memory at once; 0 when it uses none.
         keeps_sums: The sum over slices waits in shared memory.
+        gated: It exists for gated matrices too.
     """
 
     name: str
@@ -37,6 +40,7 @@ class LinearVariant:
     threads: int
     stages: int = 0
     keeps_sums: bool = False
+    gated: bool = True
 
     def shared_bytes(self, bits: int) -> int:
         """Dynamic shared memory of a block."""
@@ -46,29 +50,63 @@ class LinearVariant:
 
 FEW = {
     (8, 1): (LinearVariant("few_8x64_s1", 8, 64, 64),),
-    (8, 4): (LinearVariant("few_8x32_s4", 8, 32, 256), LinearVariant("few_8x64_s4", 8, 64, 256)),
-    (8, 8): (LinearVariant("few_8x16_s8", 8, 16, 256), LinearVariant("few_8x32_s8", 8, 32, 256)),
+    (8, 4): (LinearVariant("few_8x32_s4", 8, 32, 256, gated=False), LinearVariant("few_8x64_s4", 8, 64, 256)),
+    (8, 8): (
+        LinearVariant("few_8x16_s8", 8, 16, 256, gated=False),
+        LinearVariant("few_8x32_s8", 8, 32, 256),
+        LinearVariant("few_8x32_s8_light", 8, 32, 256),
+    ),
     (16, 1): (LinearVariant("few_16x64_s1", 16, 64, 64),),
     (16, 4): (LinearVariant("few_16x64_s4", 16, 64, 256),),
     (16, 8): (LinearVariant("few_16x32_s8", 16, 32, 256),),
 }
-"""By (tokens, slices): a narrow variant for few channels, then a wide one, the only one that exists gated."""
+"""By (tokens, slices), from few channels to many."""
 
 SPLIT = (
     LinearVariant("split_16x128", 16, 128, 128, 4),
     LinearVariant("split_32x128", 32, 128, 128, 4),
     LinearVariant("split_64x128", 64, 128, 128, 4),
+    LinearVariant("split_64x256", 64, 256, 256, 5),
 )
 WHOLE = (
     LinearVariant("whole_16x128", 16, 128, 128, 4, True),
     LinearVariant("whole_32x128", 32, 128, 128, 4, True),
     LinearVariant("whole_64x128", 64, 128, 128, 4, True),
+    LinearVariant("whole_64x256", 64, 256, 256, 5, True),
 )
-"""For more tokens: slices over blocks, or all slices in one block. The widest does not exist for groups of 16."""
+"""For more tokens: slices over blocks, or all slices in one block. `num_tiles` says how many of them there are."""
+
+
+def num_tiles(bits: int, group_size: int, arch: int) -> int:
+    """How many of SPLIT and WHOLE exist.
+
+    Scales of groups of 16 leave no registers for 64 tokens; cards other than Hopper have no memory for the widest.
+    """
+    return 2 if group_size == 16 else 4 if arch == 90 and bits == 4 else 3
+
+
+@dataclass(frozen=True, slots=True)
+class TileCost:
+    """What a tile of SPLIT and WHOLE takes on an H200, in microseconds: enough to compare them.
+
+    Attributes:
+        wave: 64 blocks of K in as many tiles as run at once.
+        split: To add up slices of several blocks.
+        at_once: Tiles that a multiprocessor runs at once.
+    """
+
+    wave: float
+    split: float
+    at_once: int
+
+
+TILE_COSTS = (TileCost(43, 20, 3), TileCost(46, 12, 3), TileCost(54, 18, 2), TileCost(58, 10, 1))
+LAST_WAVE = 0.3
+"""How much of a last wave that is not full counts as if it were."""
 
 FEW_TOKENS = 16
-WIDE_CHANNELS = 8192
-"""From here on the wide variant for few tokens has enough blocks to fill a large card."""
+MANY_CHANNELS = 32768
+"""Beyond these, tiles of 16 tokens in shared memory are faster than those in registers."""
 
 
 def attention_shared_bytes(head_dim: int) -> int:
@@ -98,31 +136,37 @@ class LinearLaunch:
 
 
 def linear_launch(
-    tokens: int, channels: int, num_slices: int, group_size: int, processors: int, *, gated: bool
+    tokens: int, channels: int, blocks: int, bits: int, group_size: int, arch: int, processors: int, *, gated: bool
 ) -> LinearLaunch:
     """The variant for a product: a matter of speed alone, measured on an H200.
 
-    channels counts a gated pair twice; processors are the device's.
+    channels counts a gated pair twice; blocks are those of K; arch and processors are the device's.
     """
-    if tokens <= 8 or (tokens <= FEW_TOKENS and channels <= WIDE_CHANNELS):
+    num_slices = slices(blocks)
+    if tokens <= 8 or (tokens <= FEW_TOKENS and channels <= MANY_CHANNELS):
         variants = FEW[8 if tokens <= 8 else 16, num_slices]
-        variant = variants[-1] if gated or channels >= WIDE_CHANNELS else variants[0]
+        # The widest tile that still gives every multiprocessor two blocks.
+        fitting = [v for v in variants if -(-channels // v.channels) > processors and (v.gated or not gated)]
+        variant = fitting[-1] if fitting else next(v for v in variants if v.gated or not gated)
+        if variant.name.endswith("light") and (group_size < 128 or channels < 16384):
+            variant = variants[-2]
         return LinearLaunch(variant, (-(-channels // variant.channels), 1, 1))
-    widest = len(WHOLE) - (2 if group_size == 16 else 1)
-    # The widest tile that still gives every multiprocessor something to do.
-    for place in range(widest, -1, -1):
-        variant = WHOLE[place]
-        x, y = -(-channels // variant.channels), -(-tokens // variant.tokens)
-        too_wide = place > 0 and tokens <= WHOLE[place - 1].tokens
-        if not too_wide and x * y >= processors + processors // 4:
-            return LinearLaunch(variant, (x, y, 1))
-    place = min(widest, 0 if tokens <= 16 else 1 if tokens <= 64 else 2)
-    variant = WHOLE[place]
-    x, y = -(-channels // variant.channels), -(-tokens // variant.tokens)
-    z = 1
-    while z < num_slices and x * y * z < processors + processors // 4:
-        z *= 2
-    return LinearLaunch(SPLIT[place] if z > 1 else variant, (x, y, z))
+    best: tuple[float, LinearLaunch] | None = None
+    for place in range(num_tiles(bits, group_size, arch)):
+        whole, cost = WHOLE[place], TILE_COSTS[place]
+        if any(tokens <= other.tokens < whole.tokens for other in WHOLE):
+            continue
+        x, y = -(-channels // whole.channels), -(-tokens // whole.tokens)
+        for z in (1, 2, 4, 8):
+            if num_slices % z:
+                continue
+            waves = x * y * z / (cost.at_once * processors)
+            waves = max(1.0, LAST_WAVE * math.ceil(waves) + (1 - LAST_WAVE) * waves)
+            time = waves * (cost.wave * blocks / 64 / z + (cost.split if z > 1 else 0))
+            if best is None or time < best[0]:
+                best = time, LinearLaunch(SPLIT[place] if z > 1 else whole, (x, y, z))
+    assert best is not None
+    return best[1]
 
 
 def row_threads(channels: int) -> int:

@@ -52,21 +52,21 @@ def gated(cuda: Any, x: Any, weight: Any, rows: int) -> np.ndarray:
 
 
 @pytest.fixture
-def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[str]]:
+def forced(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[str]]:
     """Goes through every launch that may compute a product of some rows, each forced in turn."""
     from shardline.kernels.cuda import tables
 
-    def each(rows: int, channels: int, blocks: int, group_size: int, *, is_gated: bool) -> Iterator[str]:
+    def each(rows: int, channels: int, blocks: int, weights: Any, *, is_gated: bool) -> Iterator[str]:
         slices = tables.slices(blocks)
         choices = [
             (variant, 1)
             for (tokens, of), variants in tables.FEW.items()
-            for variant in (variants[-1:] if is_gated else variants)
-            if rows <= tokens and of == slices
+            for variant in variants
+            if rows <= tokens and of == slices and (variant.gated or not is_gated)
         ]
-        few_scales = slice(len(tables.WHOLE) - (group_size == 16))
-        choices += [(variant, 1) for variant in tables.WHOLE[few_scales]]
-        choices += [(variant, z) for variant in tables.SPLIT[few_scales] for z in (2, 4, 8) if slices % z == 0]
+        there = tables.num_tiles(weights.bits, weights.group_size, cuda.arch)
+        choices += [(variant, 1) for variant in tables.WHOLE[:there]]
+        choices += [(variant, z) for variant in tables.SPLIT[:there] for z in (2, 4, 8) if slices % z == 0]
         for variant, z in choices:
             grid = (-(-channels // variant.channels), -(-rows // variant.tokens), z)
             launch = tables.LinearLaunch(variant, grid)
@@ -167,7 +167,7 @@ def test_every_tile_gives_the_same_bits(
         for is_gated in (False, True):
             results = {}
             channels = (gate_up if is_gated else weight).parts[0].tiles * 16
-            for name in forced(rows, channels, blocks_of(inputs), weights.group_size, is_gated=is_gated):
+            for name in forced(rows, channels, blocks_of(inputs), weights, is_gated=is_gated):
                 if is_gated:
                     results[name] = gated(cuda, x, gate_up, rows)
                 else:
