@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from shardline.cluster.model_text import ModelText
 from shardline.cluster.models import Progress, resolve
 from shardline.cluster.placement import Device, ModelBytes, PipelinePlan, Wanted
 from shardline.cluster.planner import plan_pipeline
+from shardline.cluster.stage_options import check_stage_options
 from shardline.kernels import cuda_device
 from shardline.scheduler import InvalidParameterError, SchedulerConfig
 from shardline.stage import Checkpoint, open_checkpoint
@@ -200,24 +200,14 @@ def gpu_device(name: str, memory: Sequence[int] | None) -> Device:
 
 def wanted(options: EngineOptions) -> Wanted:
     """The planner's wish for these options. Raises InvalidParameterError for what no plan could satisfy."""
-    if options.kv_dtype not in ("float16", "float32"):
-        raise InvalidParameterError("kv_dtype", options.kv_dtype, "float16 or float32")
-    if options.block_size not in (8, 16, 32, 64, 128, 256):
-        raise InvalidParameterError("block_size", options.block_size, "a power of two from 8 to 256")
+    check_stage_options(
+        block_size=options.block_size, kv_dtype=options.kv_dtype, threads=options.threads, device=options.device
+    )
     for field in ("concurrency", "max_sequences", "max_step_tokens", "prefill_chunk"):
         if getattr(options, field) < 1:
             raise InvalidParameterError(field, getattr(options, field), "an integer from 1 up")
-    if options.threads is not None and options.threads < 1:
-        raise InvalidParameterError("threads", options.threads, "an integer from 1 up")
-    if options.device != "cpu":
-        if not re.fullmatch(r"cuda:\d+", options.device):
-            raise InvalidParameterError("device", options.device, "cpu, or cuda:0, cuda:1, ... for a GPU")
-        if options.uses_ray or (options.stage_count or 1) > 1:
-            raise InvalidParameterError(
-                "device", options.device, "cpu for several stages: GPUs over Ray are not built yet"
-            )
-        if options.kv_dtype != "float16":
-            raise InvalidParameterError("kv_dtype", options.kv_dtype, "float16 on a GPU")
+    if options.device != "cpu" and (options.uses_ray or (options.stage_count or 1) > 1):
+        raise InvalidParameterError("device", options.device, "cpu for several stages: GPUs over Ray are not built yet")
     if options.memory is not None and options.stage_count not in (None, len(options.memory)):
         raise InvalidParameterError(
             "memory", ",".join(map(str, options.memory)), f"one number for each of {options.stage_count} stages"

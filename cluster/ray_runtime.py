@@ -111,7 +111,7 @@ def connected(address: str | None = None, num_cpus: int | None = None) -> Iterat
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise EngineNotFoundError(
-            f"no Ray cluster can be reached at {address or 'local'}: {error}. "
+            f"no Ray cluster can be reached at {address or 'local'}: {str(error).rstrip('.')}. "
             "Start one with cluster/launch.sh, or leave the address out for a local one"
         ) from error
     try:
@@ -144,7 +144,7 @@ def require_head(address: str) -> None:
     Raises:
         EngineNotFoundError: nothing listens there, or it is no address.
     """
-    if address == "local" or "://" in address:
+    if address == "local":
         return
     told = address
     if address == "auto":
@@ -154,7 +154,7 @@ def require_head(address: str) -> None:
             return
         told, address = f"auto ({found})", found
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
+    if "://" in address or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
         raise EngineNotFoundError(f"{told} is no address of a Ray cluster: give auto, local or HOST:PORT")
     host = host.strip("[]")
     # Ray takes a loopback address for this machine, whose head may listen on its other address only.

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.cluster.local_pipeline import BackendFactory
+from shardline.cluster.stage_options import check_stage_options
 from shardline.scheduler import InvalidParameterError, SamplingParams, SequenceRun, SequenceStart, StepPlan
 from shardline.stage import ModelSpec, Stage, StageSpec, backend_for, open_checkpoint
 
@@ -103,6 +104,7 @@ def measure_subset(
         InvalidParameterError: a number is out of range.
         CheckpointError: the file cannot be used.
     """
+    check_stage_options(block_size=block_size, kv_dtype=kv_dtype, threads=threads, device=device)
     checkpoint = open_checkpoint(model)
     try:
         shape = checkpoint.spec

@@ -72,7 +72,6 @@ class Verifier:
         """
         if not 2 <= new_tokens <= 64:
             raise InvalidParameterError("new_tokens", new_tokens, "an integer from 2 to 64")
-        check_stage_options(kv_dtype=kv_dtype, threads=threads, device=device)
         self._checkpoint = open_checkpoint(model)
         self.model: ModelSpec = self._checkpoint.spec
         self._new_tokens = new_tokens
@@ -292,6 +291,7 @@ class Verifier:
             raise InvalidParameterError(
                 "new_tokens", self._new_tokens, f"at most {self.model.context_length - _LONGEST_PROMPT} for this model"
             )
+        check_stage_options(block_size=block_size, kv_dtype=self._kv_dtype, threads=self._threads, device=self._device)
         # One more: the older sequence that takes the blocks of a batch of one.
         num_blocks = (sequences + 1) * (-(-longest // block_size) + 1)
         specs = stage_specs(

@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _debug()
         _say(_one_line(str(error)))
         return USAGE if isinstance(error, InvalidParameterError) else FAILED
+    except MemoryError as error:
+        _debug()
+        _say(f"out of memory: {_one_line(str(error))}. Ask for less at once: fewer sequences, a shorter context")
+        return FAILED
     except Exception as error:
         _debug()
         _say(

@@ -232,7 +232,7 @@ def serve(
 
 @app.command()
 def demo(
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 48,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 48,
 ) -> None:
     """Fetch a small model, split it over three unequal stages on a local Ray, and answer eight prompts at once."""
     from shardline.cluster.demo import demo as run_demo

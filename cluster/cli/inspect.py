@@ -54,7 +54,7 @@ def subset_command(
             batches=batches,
             context=context,
             steps=steps,
-            threads=threads or cores(),
+            threads=cores() if threads is None else threads,
             device=device,
             block_size=block_size,
             kv_dtype=kv_dtype,

@@ -27,6 +27,7 @@ OCTET = 8
 def kv_shapes(layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of one layer's keys and values; see the module's head."""
     blocks, heads, size, dim = layout.num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim
+    assert size % OCTET == 0, f"a block of {size} tokens does not hold whole octets"
     padded = -(-dim // LANES) * LANES
     return (blocks, heads, size // OCTET, dim, OCTET), (blocks, heads, size, padded)
 

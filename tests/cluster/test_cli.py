@@ -140,9 +140,20 @@ def test_every_option_of_run_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "MODEL", "-p", "word " * 300, "--context", "64"], 1, "prompt has .* tokens"),
         (["subset", "MODEL", "--layers", "20:40"], 2, "layers='20:40'.*0:30"),
         (["subset", "MODEL", "--layers", "0:1", "--context", "9000"], 2, "context=9000"),
+        (["subset", "MODEL", "--layers", "0:1", "--threads", "0"], 2, "threads=0"),
+        (["subset", "MODEL", "--layers", "0:1", "--batches", "1000000000000"], 1, "out of memory: .*fewer sequences"),
         (["verify", "MODEL", "--tokens", "1"], 2, "new_tokens=1"),
+        (["verify", "MODEL", "--threads", "0"], 2, "threads=0"),
+        (["verify", "MODEL", "--kv-dtype", "int8"], 2, "kv_dtype='int8'"),
+        (["verify", "MODEL", "--device", "tpu"], 2, "device='tpu'"),
+        (["verify", "MODEL", "--block-sizes", "7"], 2, "block_size=7"),
         (["verify", "MODEL", "--splits", "10,10"], 2, "split=.*add up to 30"),
         (["run", "MODEL", "-p", "x", "--address", "127.0.0.1:1"], 1, "no Ray cluster can be reached at 127.0.0.1:1"),
+        (
+            ["run", "MODEL", "-p", "x", "--address", "ray://a:1"],
+            1,
+            "ray://a:1 is no address of a Ray cluster: give auto",
+        ),
     ],
 )
 def test_an_error_is_one_line(
@@ -169,6 +180,7 @@ def test_an_error_is_one_line(
         (["plan", "x", "--split", "a,b"], "'a,b' is not a list of layer counts"),
         (["subset", "x", "--layers", "3"], "'3' is not a range of layers"),
         (["verify", "x", "--batches", "0"], "'0' is not a list of numbers"),
+        (["demo", "--max-tokens", "0"], "greater than or equal to 1"),
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:

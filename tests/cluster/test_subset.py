@@ -100,6 +100,12 @@ def test_only_its_own_tensors_are_read(smollm2: Path, monkeypatch: pytest.Monkey
         ({"batches": ()}, "batches"),
         ({"context": 0}, "context=0"),
         ({"steps": 0}, "steps=0"),
+        # Once a heap was overwritten.
+        ({"block_size": 7}, "block_size=7"),
+        ({"kv_dtype": "int8"}, "kv_dtype='int8'"),
+        ({"threads": 0}, "threads=0"),
+        ({"threads": 100_000}, "threads=100000.*1024"),
+        ({"device": "tpu"}, "device='tpu'"),
         ({"context": 8192}, "context=8192.*at most 81"),
     ],
 )
