@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import json
@@ -174,8 +175,12 @@ def test_an_interrupt_leaves_nothing_behind(
 
     async def interrupted(self: LocalPipeline) -> Any:
         if next(calls) == 20:
-            raise KeyboardInterrupt
+            # As a signal does: in the loop, while the work of the case waits.
+            asyncio.get_running_loop().call_soon(interrupt)
         return await result(self)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalPipeline, "result", interrupted)
     assert main(["verify", str(smollm2), *SMALL]) == 130
