@@ -86,7 +86,7 @@ class AsyncStream:
     def cancel(self) -> None:
         """End the request; its sequences then end with "abort", which the stream still delivers."""
         if self._running:
-            self._connection.cancel(self.request_id)
+            self._connection.cancel(self.request_id, self._inbox)
 
     async def aclose(self) -> None:
         """End the request and expect nothing more of it."""
@@ -103,7 +103,7 @@ class AsyncStream:
         # May run in any thread, and after the loop has ended.
         if self._running:
             with contextlib.suppress(RuntimeError):
-                self._event_loop.call_soon_threadsafe(self._connection.cancel, self.request_id)
+                self._event_loop.call_soon_threadsafe(self._connection.cancel, self.request_id, self._inbox)
 
 
 class AsyncClient:

@@ -10,7 +10,7 @@ import uuid
 from dataclasses import replace
 from typing import Any, Protocol
 
-from shardline.cluster.engine import Engine, EngineStatus
+from shardline.cluster.engine import Engine, EngineStatus, checked_id
 from shardline.cluster.errors import EngineDeadError, EngineNotFoundError, LeaseExpiredError, ShardlineError
 from shardline.cluster.inbox import Failure, Inbox
 from shardline.cluster.request import Request
@@ -34,8 +34,8 @@ class Connection(Protocol):
         """Accept a request, or raise what the engine raises. Returns its id and where its deltas arrive."""
         ...
 
-    def cancel(self, request_id: str) -> None:
-        """End a request soon; an unknown or ended one is no error."""
+    def cancel(self, request_id: str, inbox: Inbox) -> None:
+        """End the request of that id whose deltas go to `inbox` soon; an unknown or ended one is no error."""
         ...
 
     async def status(self) -> EngineStatus:
@@ -58,9 +58,9 @@ class LocalConnection:
         inbox = Inbox()
         return await self._engine.submit(request, inbox), inbox
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, inbox: Inbox) -> None:
         """See `Connection`."""
-        self._engine.cancel(request_id)
+        self._engine.cancel(request_id, inbox)
 
     async def status(self) -> EngineStatus:
         """See `Connection`."""
@@ -112,7 +112,7 @@ class RayConnection:
         """See `Connection`."""
         if self._dead is not None:
             raise _copy(self._dead)
-        request_id = request.request_id if request.request_id is not None else uuid.uuid4().hex
+        request_id = checked_id(request)
         if request_id in self._inboxes:
             raise InvalidParameterError("request_id", request_id, "an id that no running request has")
         numbered = replace(request, request_id=request_id)
@@ -135,12 +135,16 @@ class RayConnection:
             self._forget(request_id)
             if isinstance(error, asyncio.CancelledError | _UnavailableError):
                 # It may have been accepted.
-                self.cancel(request_id)
+                self._cancel(request_id)
             raise
         return inbox
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, inbox: Inbox) -> None:
         """See `Connection`."""
+        if self._inboxes.get(request_id) is inbox:
+            self._cancel(request_id)
+
+    def _cancel(self, request_id: str) -> None:
         if self._dead is None:
             with contextlib.suppress(Exception):
                 self._actor.cancel.remote(self._lease.client_id, request_id)

@@ -203,7 +203,7 @@ class Engine:
         self._raise_if_dead()
         if self._loop is None:
             raise ShardlineError("the engine has not been started: await start() first")
-        request_id = _checked_id(request)
+        request_id = checked_id(request)
         if request_id in self._live:
             raise InvalidParameterError("request_id", request_id, "an id that no running request has")
         live = LiveRequest(request_id, request.params, inbox)
@@ -382,7 +382,8 @@ class Engine:
         return len(self._recent) / max(min(now - self._ready_since, self._config.rate_seconds), 1e-3)
 
 
-def _checked_id(request: Request) -> str:
+def checked_id(request: Request) -> str:
+    """The id that a request runs under, drawn if it names none. Raises InvalidParameterError."""
     if not isinstance(request.params, SamplingParams):
         raise InvalidParameterError("params", request.params, "SamplingParams")
     if request.request_id is None:

@@ -32,7 +32,7 @@ from shardline.cluster import (
     ShardlineError,
 )
 from shardline.cluster.build import EngineOptions, build_engine, prepare
-from shardline.cluster.connection import RayConnection
+from shardline.cluster.connection import LocalConnection, RayConnection
 from shardline.cluster.engine import EngineConfig
 from shardline.cluster.engine_actor import EngineHost, serve, stop_serving
 from shardline.cluster.inbox import Failure, merge
@@ -312,6 +312,49 @@ async def connect(h: Hosted, lose: Callable[[str, int], Exception | None]) -> As
     await connection._enter()
     connection._poll_task = asyncio.create_task(connection._poll())
     return AsyncClient(connection)
+
+
+def test_what_an_engine_refuses_is_refused_alike_on_the_way_to_an_actor(hosted: Callable[..., Hosted]) -> None:
+    async def work() -> None:
+        async with hosted() as h:
+            client = await connect(h, lambda method, count: None)
+            wrong: list[tuple[Request, str]] = [
+                (Request(token_ids=(1,), params={"n": 1}), "params"),  # type: ignore[arg-type]
+                (Request(token_ids=(1,), request_id=["a"]), "request_id"),  # type: ignore[arg-type]
+                (Request(token_ids=(1,), request_id=""), "request_id"),
+            ]
+            for request, field in wrong:
+                with pytest.raises(InvalidParameterError, match=field):
+                    await client.submit(request)
+            with pytest.raises(InvalidParameterError, match="params"):
+                await client.submit("Hello", {"max_tokens": 5})  # type: ignore[arg-type]
+            connection: Any = client._connection
+            assert not connection._inboxes
+            await client.close()
+
+    asyncio.run(work())
+
+
+def test_a_stream_that_is_left_late_does_not_end_who_has_its_id_now(hosted: Callable[..., Hosted]) -> None:
+    async def work(client: AsyncClient) -> None:
+        first = await client.submit(ask("same", max_tokens=2))
+        other = await client.submit(ask("other", max_tokens=30))
+        # By now the first has ended, and nobody has read it.
+        await other.result()
+        second = await client.submit(ask("same", 9, max_tokens=200))
+        await first.aclose()
+        del first
+        assert (await second.result()).token_ids == script(9, 200)
+
+    async def both() -> None:
+        async with hosted() as h:
+            await work(AsyncClient(LocalConnection(h.engine)))
+        async with hosted() as h:
+            client = await connect(h, lambda method, count: None)
+            await work(client)
+            await client.close()
+
+    asyncio.run(both())
 
 
 def test_a_stream_over_lost_answers_has_every_byte_once(
