@@ -31,7 +31,8 @@ class Checkpoint(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A short hash of the header and the file's size: equal on every host that has the same file."""
+        """A short hash of the header, the file's size and a sample of every tensor: equal on every host that has the
+        same file, another for another training of the same model. Damage outside the samples it does not show."""
         ...
 
     def matrix_bytes(self, role: str, layer: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import stat
@@ -24,6 +25,9 @@ _logger = logging.getLogger(__name__)
 # Bytes of a tensor that are unpacked at a time: they and what comes of them stay in a core's cache.
 _PIECE = 1 << 18
 
+# Bytes from the middle of each tensor that its file's fingerprint depends on.
+_SAMPLE = 1 << 10
+
 
 class GgufCheckpoint:
     """See `Checkpoint`. Tensors are read, not mapped: a file that is cut while in use is an error, not a SIGBUS.
@@ -39,6 +43,7 @@ class GgufCheckpoint:
         self.path = path
         self._descriptor: int | None = None
         self._told_of_floats = False
+        self._fingerprint: str | None = None
         try:
             # Without O_NONBLOCK, opening a pipe would wait for its writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -65,8 +70,15 @@ class GgufCheckpoint:
 
     @property
     def fingerprint(self) -> str:
-        """See `Checkpoint`."""
-        return self._header.fingerprint
+        """See `Checkpoint`. Read at the first use, while the file is open."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256(self._header.digest)
+            for info in self._header.tensors.values():
+                sample = np.empty(min(_SAMPLE, info.nbytes), np.uint8)
+                self._read(info, sample, (info.nbytes - len(sample)) // 2)
+                digest.update(sample.data)
+            self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
 
     def matrix_bytes(self, role: str, layer: int | None) -> int:
         """See `Checkpoint`."""

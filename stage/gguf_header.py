@@ -85,12 +85,12 @@ class GgufHeader:
     Attributes:
         metadata: Key-value pairs, arrays as lists.
         tensors: By name, in the file's order; no two overlap.
-        fingerprint: A short hash of the header's bytes and the file's size.
+        digest: SHA-256 of the header's bytes and the file's size.
     """
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
-    fingerprint: str
+    digest: bytes
 
 
 class _ProblemError(Exception):
@@ -198,10 +198,10 @@ class _Cursor:
         numbers: list[Any] = values.tolist()
         return numbers
 
-    def digest(self) -> str:
+    def digest(self) -> bytes:
         digest = hashlib.sha256(self._data[: self.position])
         digest.update(_U64.pack(self._size))
-        return digest.hexdigest()[:16]
+        return digest.digest()
 
 
 def shown(text: object, most: int = 80) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from shardline.stage import CheckpointError, open_checkpoint
 from shardline.stage.architectures import matrix_shapes, vector_sizes
-from shardline.stage.gguf_header import HEADER_LIMIT
+from shardline.stage.gguf_header import HEADER_LIMIT, read_header
 
 VOCAB = 20
 KEYS = {
@@ -295,12 +295,14 @@ def test_values_of_every_type(tiny_model, tmp_path):
 
 
 def test_fingerprint(tiny_model, tmp_path):
-    """The same for a copy; another when the header or the size differs."""
+    """The same for a copy; another when the header, the size or a tensor's bytes differ."""
 
     def fingerprint(path: Path) -> str:
         checkpoint = open_checkpoint(path)
-        checkpoint.close()
-        return checkpoint.fingerprint
+        try:
+            return checkpoint.fingerprint
+        finally:
+            checkpoint.close()
 
     path = tiny_model()
     copy = tmp_path / "copy.gguf"
@@ -309,3 +311,13 @@ def test_fingerprint(tiny_model, tmp_path):
     copy.write_bytes(path.read_bytes() + b"\0")
     assert fingerprint(copy) != fingerprint(path)
     assert fingerprint(tiny_model(context=256)) != fingerprint(path)
+
+    # Another training of the same model: header and size are the same.
+    with path.open("rb") as file:
+        tensors = read_header(path, file.fileno(), path.stat().st_size).tensors
+    for info in tensors.values():
+        data = bytearray(path.read_bytes())
+        middle = info.offset + info.nbytes // 2
+        data[middle] ^= 1
+        copy.write_bytes(data)
+        assert fingerprint(copy) != fingerprint(path), info.name
