@@ -83,8 +83,10 @@ while (($#)); do
 done
 
 [[ -n $hosts_file ]] || misuse "no hosts file"
+[[ ! -d $hosts_file ]] || fail "$hosts_file is a folder, not a file of hosts"
 [[ -r $hosts_file ]] || fail "cannot read $hosts_file"
 [[ $port =~ ^[1-9][0-9]{0,4}$ ]] || misuse "--port $port is not a port"
+((port < 65536)) || misuse "--port $port is not a port"
 [[ $timeout =~ ^[0-9]+$ ]] || misuse "--timeout $timeout is not a number of seconds"
 
 if [[ -z $python ]]; then
@@ -189,8 +191,9 @@ down() {
 case $action in
   print)
     cat <<TEXT
-On this machine ($head_ip):
+On this machine ($head_ip), first Ray's token, if there is none yet, and then the head:
 
+    $tool make-token >/dev/null
     $head_command
 
 On every other host, with ~/.ray/auth_token copied there from this machine (mode 600):

@@ -71,6 +71,7 @@ def test_help_says_what_to_write_and_how_to_undo_it():
         ("a 10.9.9.9\nb 10.9.9.9", (), "hosts:2: two hosts with the address 10.9.9.9"),
         ("a 10.9.9.9", ("--head-ip", "10.9.9.9"), "10.9.9.9 is this machine"),
         ("a 10.9.9.9", ("--port", "70000x"), "--port 70000x is not a port"),
+        ("a 10.9.9.9", ("--port", "65536"), "--port 65536 is not a port"),
         ("a 10.9.9.9", ("--timeout", "soon"), "--timeout soon is not a number"),
         ("a 10.9.9.9", ("--python", "/no/such/python"), "there is no /no/such/python here"),
         ("a 10.9.9.9", ("--python", "/a b/python"), "characters that a remote shell would change"),
@@ -98,6 +99,23 @@ def test_print_gives_the_two_commands_and_starts_nothing(tmp_path):
         assert "RAY_AUTH_MODE=token" in command
         assert "RAY_worker_niceness=0" in command
         assert "RAY_health_check_period_ms=" in command
+
+
+def test_a_folder_is_no_hosts_file(tmp_path):
+    done = run(LAUNCH, tmp_path, check=False, SHARDLINE_SSH="false")
+    assert (done.returncode, done.stderr) == (1, f"launch.sh: {tmp_path} is a folder, not a file of hosts\n")
+
+
+def test_the_printed_commands_begin_with_the_token_that_ray_wants(tmp_path):
+    (tmp_path / "hosts").write_text("gpu-box 10.9.9.9\n")
+    done = run(LAUNCH, "--print", "--head-ip", "10.9.9.1", tmp_path / "hosts", SHARDLINE_SSH="false")
+    commands = [line.strip() for line in done.stdout.splitlines() if line.startswith("    ")]
+    home = tmp_path / "home"
+    home.mkdir()
+    run("bash", "-c", commands[0], HOME=str(home), RAY_AUTH_TOKEN_PATH="")
+    token = home / ".ray" / "auth_token"
+    assert token.read_text()
+    assert token.stat().st_mode & 0o777 == 0o600
 
 
 def test_the_settings_are_those_of_a_local_cluster():
