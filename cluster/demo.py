@@ -171,8 +171,8 @@ class _Watch:
 
 def _print_answer(chat: Chat) -> None:
     console = stdout()
-    console.print(f"> {chat.prompt}", style="bold", markup=False)
-    console.print(f"{chat.text.strip()}\n", markup=False)
+    console.print(f"> {chat.prompt}", style="bold")
+    console.print(f"{chat.text.strip()}\n")
 
 
 def _stage_table(

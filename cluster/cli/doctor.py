@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.text import Text
+
 from shardline._version import __version__
 from shardline.cluster.build import available_memory, cores
 from shardline.cluster.cli.output import print_json, stdout, table
@@ -43,7 +45,7 @@ def doctor_command(*, as_json: bool) -> int:
         made.show_header = False
         styles = {OK: "green", NOTE: "yellow", MISSING: "red"}
         for found in findings:
-            made.add_row(f"[{styles[found.status]}]{found.status}[/]", found.what, found.value)
+            made.add_row(Text(found.status, styles[found.status]), found.what, found.value)
         stdout().print(made)
     return 1 if any(found.status == MISSING for found in findings) else 0
 
@@ -119,7 +121,7 @@ def _folder(what: str, path: Path) -> Finding:
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
-    if os.access(nearest, os.W_OK):
+    if nearest.is_dir() and os.access(nearest, os.W_OK):
         return Finding(what, OK, f"{path}, {mib(shutil.disk_usage(nearest).free)} free")
     return Finding(what, MISSING, f"{path} cannot be written: set SHARDLINE_CACHE to a folder that can")
 

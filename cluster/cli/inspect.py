@@ -25,7 +25,7 @@ def plan_command(options: EngineOptions, *, as_json: bool) -> None:
     console = stdout()
     console.print(plan_table(plan))
     for line in plan_lines(plan, options.concurrency):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def subset_command(
@@ -67,7 +67,6 @@ def subset_command(
     console.print(
         f"layers {first} to {end - 1} of {report.model_layers}{parts}: {mib(report.weight_bytes)} of weights, "
         f"{mib(report.kv_bytes)} of KV pool, {report.threads} threads, {report.context} tokens of context",
-        markup=False,
     )
     made = table(
         ("sequences", "step ms", "10 % - 90 %", "ms a layer", "stages for all layers", "projected tokens/s"), left=0
@@ -82,7 +81,7 @@ def subset_command(
             f"{batch.projected_tokens_per_second:.0f}",
         )
     console.print(made)
-    console.print(f"projection: {report.projection}", markup=False, style="dim")
+    console.print(f"projection: {report.projection}", style="dim")
 
 
 def models_command(*, as_json: bool) -> None:

@@ -21,17 +21,24 @@ WIDE = 240
 
 def stdout() -> Console:
     """For results. As wide as they are where no terminal is: the reader may be a program."""
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
+    return _console(stderr=False, wide=not sys.stdout.isatty())
 
 
 def stderr() -> Console:
     """For progress."""
-    return Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else WIDE)
+    return _console(stderr=True, wide=not sys.stderr.isatty())
+
+
+def _console(*, stderr: bool, wide: bool) -> Console:
+    # Paths, names and answers are shown as they are: brackets are no markup, and :smile: is no emoji.
+    return Console(
+        stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True, width=WIDE if wide else None
+    )
 
 
 def say(text: str, style: str = "dim") -> None:
     """One line of progress."""
-    stderr().print(text, style=style, markup=False)
+    stderr().print(text, style=style)
 
 
 @contextmanager

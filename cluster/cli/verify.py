@@ -61,7 +61,7 @@ def verify_command(
                 results.append(result)
                 progress.advance(task)
                 if not result.passed:
-                    progress.console.print(f"{_name(result.case)}: {_reason(result)}", markup=False, style="red")
+                    progress.console.print(f"{_name(result.case)}: {_reason(result)}", style="red")
 
             passed = verifier.run_all(cases, report)
     if as_json:
@@ -82,7 +82,7 @@ def _print(results: Sequence[CaseResult]) -> None:
     for result in results:
         # Where stdout is a terminal too, they stand there already, as they happened.
         if not result.passed and not (console.is_terminal and stderr().is_terminal):
-            console.print(f"{_name(result.case)}: {_reason(result)}", markup=False, style="red")
+            console.print(f"{_name(result.case)}: {_reason(result)}", style="red")
     tokens = sum(result.tokens for result in results)
     preemptions = sum(result.preemptions for result in results)
     hits = sum(result.prefix_hit_tokens for result in results)
@@ -92,7 +92,6 @@ def _print(results: Sequence[CaseResult]) -> None:
         f"{verdict}: {sum(result.sequences for result in results)} sequences, {tokens} tokens with logprobs compared, "
         f"{preemptions} preemptions, {hits} prompt tokens from the prefix cache, "
         f"{sum(result.seconds for result in results):.0f} s",
-        markup=False,
         style="red" if failed else "green",
     )
 

@@ -274,6 +274,27 @@ def test_models_and_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"Python", "ray", "numba", "cores", "memory", "compiled kernels"} <= set(found)
 
 
+def test_a_cache_that_cannot_be_one_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SHARDLINE_CACHE", str(tmp_path / "file"))
+    assert main(["doctor"]) == 1
+    assert "cannot be written: set SHARDLINE_CACHE" in capsys.readouterr().out
+
+
+def test_brackets_and_colons_are_shown_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, smollm2: Path
+) -> None:
+    cache = tmp_path / "[/odd] :smile: [red]"
+    (cache / "models").mkdir(parents=True)
+    (cache / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
+    monkeypatch.setenv("SHARDLINE_CACHE", str(cache))
+    for command in ("doctor", "models"):
+        main([command])
+        assert str(cache) in capsys.readouterr().out
+
+
 # -- a terminal ------------------------------------------------------------------------------------------------------
 
 
