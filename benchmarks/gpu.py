@@ -13,10 +13,12 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy_backends.cuda.libs import nvrtc
 
 from shardline import __version__
 from shardline.kernels.cuda import tables, weights
 from shardline.kernels.cuda.backend import CudaBackend
+from shardline.kernels.cuda.compile import HERE
 from shardline.kernels.cuda.pack import pad_to
 
 RESULTS = Path(__file__).parent / "results"
@@ -65,15 +67,45 @@ class BenchBackend(CudaBackend):
         return times
 
 
-def copy_bytes_per_second(backend: BenchBackend) -> float:
-    """Device to device, bytes read and written."""
-    with backend._stream:
-        a, b = cupy.zeros(1 << 31, cupy.uint8), cupy.zeros(1 << 31, cupy.uint8)
+LIMITS = """
+extern "C" __global__ void __launch_bounds__(512) copy(const uint4* from, uint4* to, size_t count) {
+    const size_t step = (size_t)gridDim.x * 512;
+    size_t i = (size_t)blockIdx.x * 512 + threadIdx.x;
+    for (; i + 3 * step < count; i += 4 * step) {
+        uint4 v[4];
+        UNROLL for (int j = 0; j < 4; j++) v[j] = load_streaming(from + i + j * step);
+        UNROLL for (int j = 0; j < 4; j++) to[i + j * step] = v[j];
+    }
+    for (; i < count; i += step) to[i] = from[i];
+}
 
-    def copy() -> None:
-        cupy.cuda.runtime.memcpyAsync(b.data.ptr, a.data.ptr, a.nbytes, 3, backend._stream.ptr)
+extern "C" __global__ void __launch_bounds__(512) mma_rate(float* out, int rounds) {
+    float c[8][4];
+    u32 a[4] = {threadIdx.x * 0x3c013c01u, 0x3c003c00u, 0x38003800u, 0x34003400u};
+    UNROLL for (int i = 0; i < 8; i++) UNROLL for (int e = 0; e < 4; e++) c[i][e] = 0.f;
+    for (int r = 0; r < rounds; r++)
+        UNROLL for (int i = 0; i < 8; i++) mma_16x8x16(c[i], a, 0x3c003c00u + threadIdx.x, 0x38003c00u);
+    float sum = 0.f;
+    UNROLL for (int i = 0; i < 8; i++) UNROLL for (int e = 0; e < 4; e++) sum += c[i][e];
+    if (sum == 1234.5f) out[threadIdx.x] = sum;
+}
+"""
 
-    return 2 * a.nbytes / statistics.median(backend.seconds(copy))
+
+def limits(backend: BenchBackend) -> tuple[float, float]:
+    """The card's own: bytes a second of a copy on the device, read and written; operations of mma.sync on registers."""
+    program = nvrtc.createProgram((HERE / "common.cuh").read_text() + LIMITS, "limits.cu", (), ())
+    nvrtc.compileProgram(program, (f"-arch=sm_{backend.arch}", "--std=c++17"))
+    module = cupy.cuda.function.Module()
+    module.load(nvrtc.getCUBIN(program))
+    copy, rate, stream = module.get_function("copy"), module.get_function("mma_rate"), backend._stream
+    with stream:
+        a, b = cupy.zeros((1 << 31) // 4, cupy.uint32), cupy.zeros((1 << 31) // 4, cupy.uint32)
+    blocks, rounds, out = backend._processors, 4000, backend.empty((512,), "float32")
+    copied = backend.seconds(lambda: copy((4 * blocks,), (512,), (a, b, np.uint64(a.nbytes // 16)), stream=stream))
+    multiplied = backend.seconds(lambda: rate((blocks,), (512,), (out, np.int32(rounds)), stream=stream))
+    flops = blocks * 16 * rounds * 8 * 2 * 16 * 8 * 16
+    return 2 * a.nbytes / statistics.median(copied), flops / statistics.median(multiplied)
 
 
 def spread(values: list[float]) -> dict[str, float]:

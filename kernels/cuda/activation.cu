@@ -31,6 +31,35 @@ DEVICE Reduced block_reduce(Reduced v, Reduced* scratch) {
     return v;
 }
 
+struct Scale {
+    float up, down;
+};
+
+// The power of two for a row, up and down. A largest magnitude that is not finite leaves the row as it is.
+DEVICE Scale scale_of(float largest) {
+    int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
+    exponent = !(largest <= LARGEST) || largest == 0.f ? 0 : min(max(exponent, -112), 112);
+    return {__uint_as_float((u32)(127 + exponent) << 23), __uint_as_float((u32)(127 - exponent) << 23)};
+}
+
+// Channels 4i..4i+3 of row m, scaled down, and the sum of each 32 channels. All lanes of a warp call it together, with `there` where
+// there is such an i: i ascends by lane, from a multiple of 32.
+DEVICE void emit(u32* out, float* sums, int m, int KB, int i, bool there, float4 v, float down) {
+    const int tile = m >> 3, column = m & 7, block = i >> 4;
+    float sum = 0.f;
+    if (there) {
+        const u32 low = floats_to_half2(__fmul_rn(v.x, down), __fmul_rn(v.y, down));
+        const u32 high = floats_to_half2(__fmul_rn(v.z, down), __fmul_rn(v.w, down));
+        const size_t at = (((size_t)tile * KB + block) * 64 + ((i & 15) >> 1) * 8 + column) * 4 + (i & 1) * 2;
+        *(uint2*)(out + at) = make_uint2(low, high);
+        sum = __fadd_rn(half_to_float((u16)(low & 0xffff)), half_to_float((u16)(low >> 16)));
+        sum = __fadd_rn(sum, half_to_float((u16)(high & 0xffff)));
+        sum = __fadd_rn(sum, half_to_float((u16)(high >> 16)));
+    }
+    UNROLL for (int d = 1; d < 8; d <<= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+    if (there && (threadIdx.x & 7) == 0) sums[(((size_t)tile * KB + block) * 2 + ((i >> 3) & 1)) * 8 + column] = sum;
+}
+
 template <bool NORM>
 DEVICE void prepare(const float* x, const float* weight, float eps, u32* out, float* scales, float* sums, int K, int KB, int unit) {
     extern __shared__ float4 row[];
@@ -60,28 +89,13 @@ DEVICE void prepare(const float* x, const float* weight, float eps, u32* out, fl
     own = block_reduce(own, scratch);
     float factor = 1.f;
     if (NORM) factor = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(own.sum, (float)K), eps)));
-    const float largest = __fmul_rn(own.largest, factor);
-    int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
-    exponent = unit || !(largest <= LARGEST) || largest == 0.f ? 0 : min(max(exponent, -112), 112);
-    const float down = __fmul_rn(factor, __uint_as_float((u32)(127 - exponent) << 23));
-    if (threadIdx.x == 0) scales[m] = __uint_as_float((u32)(127 + exponent) << 23);
-
-    const int tile = m >> 3, column = m & 7;
+    const Scale scale = unit ? Scale{1.f, 1.f} : scale_of(__fmul_rn(own.largest, factor));
+    if (threadIdx.x == 0) scales[m] = scale.up;
+    const float down = __fmul_rn(factor, scale.down);
     // Every warp goes round together: the last round may have idle threads, which still take part in the tree.
     for (int i0 = threadIdx.x & ~31; i0 < quads; i0 += THREADS) {
-        const int i = i0 + (threadIdx.x & 31), block = i >> 4;
-        float sum = 0.f;
-        if (i < quads) {
-            const float4 v = row[i];
-            const u32 low = floats_to_half2(__fmul_rn(v.x, down), __fmul_rn(v.y, down));
-            const u32 high = floats_to_half2(__fmul_rn(v.z, down), __fmul_rn(v.w, down));
-            const size_t at = (((size_t)tile * KB + block) * 64 + ((i & 15) >> 1) * 8 + column) * 4 + (i & 1) * 2;
-            *(uint2*)(out + at) = make_uint2(low, high);
-            sum = __fadd_rn(__fadd_rn(half_to_float((u16)(low & 0xffff)), half_to_float((u16)(low >> 16))), half_to_float((u16)(high & 0xffff)));
-            sum = __fadd_rn(sum, half_to_float((u16)(high >> 16)));
-        }
-        UNROLL for (int d = 1; d < 8; d <<= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
-        if (i < quads && (threadIdx.x & 7) == 0) sums[(((size_t)tile * KB + block) * 2 + ((i >> 3) & 1)) * 8 + column] = sum;
+        const int i = i0 + (threadIdx.x & 31);
+        emit(out, sums, m, KB, i, i < quads, i < quads ? row[i] : make_float4(0.f, 0.f, 0.f, 0.f), down);
     }
 }
 
@@ -93,4 +107,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     rms_norm_rows(const float* x, const float* weight, float eps, u32* out, float* scales, float* sums, int K, int KB) {
     prepare<true>(x, weight, eps, out, scales, sums, K, KB, 0);
+}
+
+// Rows whose largest magnitudes are known, from linear.cu's gated products: same bits as prepare_rows. grid (rows, ceil(KB * 16 /
+// THREADS)). The last block of a row to be done leaves `largest` and `done` at zero, for the next product.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    prepare_gated(const float* x, u32* out, float* scales, float* sums, u32* largest, u32* done, int K, int KB) {
+    const int m = blockIdx.x, i = blockIdx.y * THREADS + threadIdx.x;
+    let_next_start();
+    after_previous();
+    const Scale scale = scale_of(__uint_as_float(__ldcg(largest + m)));
+    const bool there = i < KB * 16;
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (i * 4 < K) v = ((const float4*)(x + (size_t)m * K))[i];
+    emit(out, sums, m, KB, i, there, v, scale.down);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        if (blockIdx.y == 0) scales[m] = scale.up;
+        __threadfence();
+        if (atomicAdd(done + m, 1u) == gridDim.y - 1) {
+            largest[m] = 0;
+            done[m] = 0;
+        }
+    }
 }

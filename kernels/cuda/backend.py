@@ -54,13 +54,16 @@ _float = np.float32
 class Activations:
     """Rows that a matrix product reads: as float32 where an op writes them so, and as the tiles of linear.cu.
 
-    rms_norm writes the fragments at once; of what attention and gated_linear write they are made right after.
+    rms_norm and most attention write the tiles at once; of what gated_linear writes they are made right after, with the
+    rows' largest magnitudes that it found (`largest`; `done` counts blocks; both are zero between ops).
     """
 
     values: Any
     fragments: Any
     scales: Any
     sums: Any
+    largest: Any
+    done: Any
     blocks: int
 
     @property
@@ -125,6 +128,8 @@ class CudaBackend(Backend):
                 cupy.zeros((tokens // 8, blocks, 2, 32, 4), cupy.uint32),
                 cupy.ones(tokens, cupy.float32),
                 cupy.zeros((tokens // 8, blocks, 2, 8), cupy.float32),
+                cupy.zeros(tokens, cupy.uint32),
+                cupy.zeros(tokens, cupy.uint32),
                 blocks,
             )
 
@@ -243,8 +248,23 @@ class CudaBackend(Backend):
 
     def gated_linear(self, x: Array, weight: Weight, out: Array, rows: int) -> None:
         assert weight.gated, "gated_linear wants a weight of load_gated"
-        self._multiply(x, weight, out.values, rows, None, False)
-        self._make_fragments(out, rows)
+        self._multiply(x, weight, out.values, rows, None, False, out.largest)
+        self._launch(
+            ("activation", "prepare_gated"),
+            (rows, -(-out.blocks * 16 // 256)),
+            256,
+            (
+                out.values,
+                out.fragments,
+                out.scales,
+                out.sums,
+                out.largest,
+                out.done,
+                _int(out.shape[1]),
+                _int(out.blocks),
+            ),
+            THREADS=256,
+        )
 
     def rope_kv_write(
         self,
@@ -392,7 +412,14 @@ class CudaBackend(Backend):
         self._launcher(function, grid, threads, arguments, shared, self._stream)
 
     def _multiply(
-        self, x: Activations, weight: weights.CudaWeight, out: Array, rows: int, bias: Array | None, accumulate: bool
+        self,
+        x: Activations,
+        weight: weights.CudaWeight,
+        out: Array,
+        rows: int,
+        bias: Array | None,
+        accumulate: bool,
+        largest: Array | None = None,
     ) -> None:
         assert x.blocks == weight.blocks, f"x has {x.shape[1]} channels, the weight takes {weight.inputs}"
         num_slices = tables.slices(weight.blocks)
@@ -426,6 +453,7 @@ class CudaBackend(Backend):
                 self._slice_sums,
                 self._arrived,
                 _int(num_slices),
+                np.uint64(0 if largest is None else largest.data.ptr),
             )
             name = ("gated_" if weight.gated else "") + launch.variant.name
             shared = launch.variant.shared_bytes(part.bits)

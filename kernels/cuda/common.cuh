@@ -84,7 +84,7 @@ DEVICE void load_matrix_4_transposed(u32* r, u32 address) {
                  : "r"(address));
 }
 
-#if __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH_FEAT_SM90_ALL && !PORTABLE  // a test asks for PORTABLE, to compare
 #define WARPGROUPS 1
 
 // Hopper's product of a warpgroup (4 warps): c[64 x 8 NI] = a[64 x 16] b[16 x 8 NI] (+ c), a from registers, b from shared memory. A

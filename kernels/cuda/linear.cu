@@ -9,7 +9,8 @@
 // (tile, warps, which block computes which slice) is free, and changes no bit: an mma's element depends on its row of weights
 // and its column of activations alone.
 //
-// Weights sit on the 16-row operand and tokens on the 8-column one, so a single token pads to 8 and not to 16.
+// Weights sit on the 16-row operand and tokens on the 8-column one, so a single token pads to 8 and not to 16. Built for sm_90a, the
+// kernels for many tokens use wgmma, weights from registers: on an H200 it gives the bits of mma.sync (tests/gpu/test_products.py).
 //
 // Layouts, KB = K / 64:
 //   w        [N / 16][KB][BITS / 4][32 lanes] x 16 bytes: A fragments in lane order. 4 bits: word j is k16 step j, its nibbles
@@ -18,7 +19,8 @@
 //   x        [tokens / 8][KB][8][8 tokens] x 16 bytes: tiles of 8 tokens by 8 channels, what ldmatrix and wgmma read.
 //   x_sums   [tokens / 8][KB][2][8 tokens] float32: sums over 32 channels.
 //   x_scale  [tokens]: powers of two; the true activation is x * x_scale.
-//   gated    tiles alternate gate, up; N counts both, out has N / 2 columns.
+//   gated    tiles alternate gate, up; N counts both, out has N / 2 columns. largest[token] gets the bits of the row's largest
+//            magnitude, which prepare_gated (activation.cu) scales the row by.
 // Defines: BITS 4 or 8; GROUP 16 (only HAS_MIN 0), 32, 64, 128; HAS_MIN 0 or 1; SCALE_F32 0 or 1.
 // Limits: K a multiple of max(64, GROUP), N padded to 64 channels, x allocated to a multiple of 128 tokens.
 
@@ -188,6 +190,7 @@ struct Output {
     const float* bias;  // or null
     int M, N, stride;  // stride: columns of `out`
     int accumulate;
+    u32* largest;  // gated: bits of each token's largest magnitude, zero before
 };
 
 DEVICE float silu(float g) { return __fdiv_rn(g, __fadd_rn(1.f, __expf(-g))); }
@@ -201,11 +204,12 @@ DEVICE void store(const Output& o, int token, int channel, float f) {
     *at = o.accumulate ? __fadd_rn(*at, y) : y;
 }
 
-// Channels count the gated pair once.
-DEVICE void store_gated(const Output& o, int token, int channel, float gate, float up) {
-    if (token >= o.M || channel >= o.N / 2) return;
-    const float s = o.x_scale[token];
-    o.out[(size_t)token * o.stride + channel] = __fmul_rn(silu(__fmul_rn(gate, s)), __fmul_rn(up, s));
+// Channels count the gated pair once. Returns the bits of the magnitude, whose order as integers is that of the magnitudes.
+DEVICE u32 store_gated(const Output& o, int token, int channel, float gate, float up) {
+    if (token >= o.M || channel >= o.N / 2) return 0;
+    const float s = o.x_scale[token], y = __fmul_rn(silu(__fmul_rn(gate, s)), __fmul_rn(up, s));
+    o.out[(size_t)token * o.stride + channel] = y;
+    return __float_as_uint(y) & 0x7fffffffu;
 }
 
 DEVICE int slice_begin(int slice, int slices, int blocks) {
@@ -293,9 +297,13 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
     const int tokens = min(o.M, NI * 8);
     const int first = blockIdx.x * CHANNELS;
     if (GATED) {
-        for (int id = threadIdx.x; id < tokens * (CHANNELS / 2); id += blockDim.x) {
-            const int token = id / (CHANNELS / 2), pair = id % (CHANNELS / 2), c = (pair >> 4) * 32 + (pair & 15);
-            store_gated(o, token, first / 2 + pair, sum(token, c), sum(token, c + 16));
+        const int total = tokens * (CHANNELS / 2);
+        for (int id0 = 0; id0 < total; id0 += blockDim.x) {
+            const int id = id0 + threadIdx.x, token = id / (CHANNELS / 2), pair = id % (CHANNELS / 2), c = (pair >> 4) * 32 + (pair & 15);
+            u32 magnitude = id < total ? store_gated(o, token, first / 2 + pair, sum(token, c), sum(token, c + 16)) : 0;
+            // 16 lanes have one token. A maximum is the same in any order.
+            UNROLL for (int d = 8; d > 0; d >>= 1) magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, d));
+            if (id < total && (lane & 15) == 0) atomicMax(o.largest + token, magnitude);
         }
     } else {
         for (int id = threadIdx.x; id < tokens * CHANNELS; id += blockDim.x)
@@ -462,28 +470,38 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
         }
     }
 
-    UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) {
-        const int token = (token_tile0 + wt * NI + n) * 8 + (lane & 3) * 2 + (e & 1), row = (lane >> 2) + (e >> 1) * 8;
-        if (GATED) {
-            store_gated(o, token, (tile0 + wc * MI) * 8 + row, T[0][n][e], T[1][n][e]);
-        } else {
-            UNROLL for (int i = 0; i < MI; i++) store(o, token, (tile0 + wc * MI + i) * 16 + row, T[i][n][e]);
+    UNROLL for (int n = 0; n < NI; n++) {
+        const int first_token = (token_tile0 + wt * NI + n) * 8 + (lane & 3) * 2;
+        u32 magnitude[2] = {0, 0};
+        UNROLL for (int e = 0; e < 4; e++) {
+            const int token = first_token + (e & 1), row = (lane >> 2) + (e >> 1) * 8;
+            if (GATED) {
+                magnitude[e & 1] =
+                    max(magnitude[e & 1], store_gated(o, token, (tile0 + wc * MI) * 8 + row, T[0][n][e], T[1][n][e]));
+            } else {
+                UNROLL for (int i = 0; i < MI; i++) store(o, token, (tile0 + wc * MI + i) * 16 + row, T[i][n][e]);
+            }
+        }
+        if (GATED) UNROLL for (int h = 0; h < 2; h++) {
+            UNROLL for (int d = 4; d < 32; d <<= 1) magnitude[h] = max(magnitude[h], __shfl_xor_sync(~0u, magnitude[h], d));
+            if (lane < 4 && first_token + h < o.M) atomicMax(o.largest + first_token + h, magnitude[h]);
         }
     }
 }
 
 #define ARGUMENTS                                                                                                       \
     const uint4 *w, const Pair *scale, const Pair *minimum, const uint4 *x, const float *x_sums, const float *x_scale, const float *bias,       \
-        float *out, int M, int N, int stride, int tiles, int KB, int accumulate, float *partial, u32 *arrived, int slices
+        float *out, int M, int N, int stride, int tiles, int KB, int accumulate, float *partial, u32 *arrived, int slices,  \
+        u32 *largest
 
 #define FEW(name, NI, MI, S, WN, PF, GATED, OCC)                                                                           \
     extern "C" __global__ void __launch_bounds__(32 * S * WN, OCC) name(ARGUMENTS) {                                       \
-        few_tokens<NI, MI, S, WN, PF, GATED>({w, scale, minimum}, x, x_sums, {out, x_scale, bias, M, N, stride, accumulate}, tiles, KB);   \
+        few_tokens<NI, MI, S, WN, PF, GATED>({w, scale, minimum}, x, x_sums, {out, x_scale, bias, M, N, stride, accumulate, largest}, tiles, KB);   \
     }
 
 #define MANY(name, WC, WT, NI, STAGES, SPLIT, GATED, OCC)                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * WC * WT, OCC) name(ARGUMENTS) {                                      \
-        many_tokens<WC, WT, NI, STAGES, SPLIT, GATED>({w, scale, minimum}, x, x_sums, {out, x_scale, bias, M, N, stride, accumulate}, \
+        many_tokens<WC, WT, NI, STAGES, SPLIT, GATED>({w, scale, minimum}, x, x_sums, {out, x_scale, bias, M, N, stride, accumulate, largest}, \
                                                       tiles, KB, slices, partial, arrived);                                \
     }
 

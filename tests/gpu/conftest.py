@@ -61,11 +61,21 @@ FORMATS = [
 ]
 
 
+PORTABLE = (FORMATS[0], FORMATS[3], FORMATS[7])
+"""Formats whose products are also compiled without Hopper's instructions, as other cards have them."""
+
+
 @pytest.fixture(scope="session", params=FORMATS, ids=str)
 def weights(request: pytest.FixtureRequest) -> Format:
     """Each format in turn."""
     format_: Format = request.param
     return format_
+
+
+@pytest.fixture(scope="session")
+def portable() -> tuple[Format, ...]:
+    """The formats that are also compiled as other cards have them, with the define PORTABLE."""
+    return PORTABLE
 
 
 @pytest.fixture(scope="session")
@@ -83,8 +93,9 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     cache: Path = tmp_path_factory.mktemp("kernels")
     backend = CudaBackend(0, cache)
-    with ThreadPoolExecutor(len(FORMATS)) as pool:
-        list(pool.map(lambda f: compile_kernels("linear", f.defines, backend.arch, cache), FORMATS))
+    wanted = [f.defines for f in FORMATS] + [f.defines | {"PORTABLE": 1} for f in PORTABLE]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        list(pool.map(lambda defines: compile_kernels("linear", defines, backend.arch, cache), wanted))
     yield backend
     backend.close()
 

@@ -156,9 +156,19 @@ def test_gated_against_float64(cuda: Any, prepared: Callable[..., Any], weights:
 
 @pytest.mark.parametrize("inputs", [256, 640, 4096, 5120])
 def test_every_tile_gives_the_same_bits(
-    cuda: Any, poisoned: Callable[..., Any], prepared: Callable[..., Any], weights: Any, forced: Any, inputs: int
+    cuda: Any,
+    poisoned: Callable[..., Any],
+    prepared: Callable[..., Any],
+    weights: Any,
+    portable: tuple[Any, ...],
+    forced: Any,
+    inputs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shardline.kernels.cuda.weights import blocks_of
+    from shardline.kernels.cuda.weights import CudaPart, blocks_of
+
+    def run(is_gated: bool, x: Any, rows: int) -> np.ndarray:
+        return gated(cuda, x, gate_up, rows) if is_gated else product(cuda, poisoned, x, weight, rows)
 
     weight = cuda.load_matrix([weights.matrix(208, inputs)])
     gate_up = cuda.load_gated(weights.matrix(112, inputs, 1), weights.matrix(112, inputs, 2))
@@ -168,10 +178,13 @@ def test_every_tile_gives_the_same_bits(
             results = {}
             channels = (gate_up if is_gated else weight).parts[0].tiles * 16
             for name in forced(rows, channels, blocks_of(inputs), weights, is_gated=is_gated):
-                if is_gated:
-                    results[name] = gated(cuda, x, gate_up, rows)
-                else:
-                    results[name] = product(cuda, poisoned, x, weight, rows)
+                results[name] = run(is_gated, x, rows)
+                if cuda.arch == 90 and weights in portable and "256" not in name:
+                    # Without Hopper's instructions, as other cards compute it.
+                    with monkeypatch.context() as patch:
+                        defines = weights.defines | {"PORTABLE": 1}
+                        patch.setattr(CudaPart, "defines", property(lambda _, defines=defines: defines))
+                        results[f"{name} portable"] = run(is_gated, x, rows)
             first = next(iter(results.values()))
             different = [name for name, result in results.items() if not np.array_equal(result, first)]
             assert not different, (rows, is_gated, different)
@@ -228,3 +241,16 @@ def test_replay_is_eager_a_hundred_times(
             cuda.replay(("replayed products", rows), issue)
             assert np.array_equal(cuda.read(out), eager[0])
             assert np.array_equal(cuda.read(between), eager[1])
+
+
+def test_a_gated_row_forgets_what_was_there_before(cuda: Any, prepared: Callable[..., Any], formats: Any) -> None:
+    weights = formats(4, 128, "float16", 8)
+    gate_up = cuda.load_gated(weights.matrix(300, 512, 1), weights.matrix(300, 512, 2))
+    small = rows_of(10, 40, 512) / 1e4
+    x_small, _ = prepared(small)
+    x_large, _ = prepared(small * 1e4)
+    expected = gated(cuda, x_small, gate_up, 40)
+    out = cuda.activations(40, 300)
+    for x in (x_large, x_small):
+        cuda.gated_linear(x, gate_up, out, 40)
+    assert np.array_equal(cuda.read(out), expected)

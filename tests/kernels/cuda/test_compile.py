@@ -31,7 +31,7 @@ SOURCES = [
     ("rope_kv_write", {"HEAD_DIM": 256, "INTERLEAVED": 0, "NORMS": 1}),
 ]
 KERNELS = {
-    "activation": {"prepare_rows", "rms_norm_rows"},
+    "activation": {"prepare_gated", "prepare_rows", "rms_norm_rows"},
     "attention": {"query_tiles", "attend_rows", "attend_splits"},
     "rope_kv_write": {"rope_kv_write"},
     "rows": {"embedding", "gather_rows"},
