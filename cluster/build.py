@@ -83,8 +83,12 @@ class EngineOptions:
 
     @property
     def stage_count(self) -> int | None:
-        """How many stages are asked for, if that is said."""
-        return len(self.split) if self.split is not None else self.stages
+        """How many stages are asked for, if that is said; a list of memory says it too."""
+        if self.split is not None:
+            return len(self.split)
+        if self.stages is not None or self.memory is None:
+            return self.stages
+        return len(self.memory)
 
     @property
     def uses_ray(self) -> bool:
@@ -213,7 +217,7 @@ def wanted(options: EngineOptions) -> Wanted:
             raise InvalidParameterError(field, getattr(options, field), "an integer from 1 up")
     if options.device != "cpu" and (options.uses_ray or (options.stage_count or 1) > 1):
         raise InvalidParameterError("device", options.device, "cpu for several stages: GPUs over Ray are not built yet")
-    if options.memory is not None and options.stage_count not in (None, len(options.memory)):
+    if options.memory is not None and options.stage_count != len(options.memory):
         raise InvalidParameterError(
             "memory", ",".join(map(str, options.memory)), f"one number for each of {options.stage_count} stages"
         )
@@ -224,7 +228,7 @@ def wanted(options: EngineOptions) -> Wanted:
         kv_dtype=options.kv_dtype,
         max_step_tokens=options.max_step_tokens,
         max_sequences=options.max_sequences,
-        stages=options.stages,
+        stages=options.stages if options.split is not None else options.stage_count,
         split=options.split,
     )
 
@@ -263,37 +267,41 @@ def prepare(options: EngineOptions, *, progress: Progress | None = None) -> Prep
         checkpoint.close()
     if options.address in (None, "local"):
         if options.device == "cpu":
-            count = options.stage_count or len(options.memory or (0,))
-            devices = cpu_devices(max(1, count), memory=options.memory, threads=options.threads)
+            count = 1 if options.stage_count is None else max(1, options.stage_count)
+            devices = cpu_devices(count, memory=options.memory, threads=options.threads)
         else:
             devices = [gpu_device(options.device, options.memory)]
         return Prepared(options, path, plan_pipeline(model, size, devices, wish), None)
     from shardline.cluster.ray_runtime import describe_cluster
 
-    devices = cluster_devices(describe_cluster(options.address), options)
-    plan = plan_pipeline(model, size, devices, wish)
+    nodes = describe_cluster(options.address)
+    if wish.stages is None and wish.split is None:
+        wish = replace(wish, stages=min(len(nodes), model.num_layers))
+    plan = plan_pipeline(model, size, cluster_devices(nodes, options), wish)
     return Prepared(options, path, plan, tuple(stage.device.node for stage in plan.stages))
 
 
 def cluster_devices(nodes: Sequence[NodeInfo], options: EngineOptions) -> list[Device]:
-    """Shares of a cluster's nodes: one a node, more only where more stages are asked for than there are nodes."""
-    count = options.stage_count or len(nodes)
+    """Shares of a cluster's nodes: one a node, more only where more stages are asked for than there are nodes.
+
+    With fewer stages than nodes the planner chooses among all of them; with `options.memory`, one number a stage, they
+    are the first ones.
+    """
+    count = max(options.stage_count or 0, len(nodes))
     devices: list[Device] = []
     for index, node in enumerate(nodes):
-        here = len(range(index, count, len(nodes)))
-        name = f"{node.host} {node.address}"
-        memory = None if options.memory is None else options.memory[len(devices) : len(devices) + here]
         devices += [
             replace(device, node=node.node_id)
             for device in cpu_devices(
-                here,
-                node=name,
+                len(range(index, count, len(nodes))),
+                node=f"{node.host} {node.address}",
                 free_bytes=node.memory_bytes,
-                memory=memory,
                 threads=options.threads,
                 host_cores=max(1, int(node.cpus)),
             )
         ]
+    if options.memory is not None:
+        devices = [replace(d, free_bytes=size) for d, size in zip(devices, options.memory, strict=False)]
     return devices
 
 

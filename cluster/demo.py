@@ -24,7 +24,7 @@ MODEL = "smollm2-135m"
 MEMORY_MIB = (64, 100, 76)
 """What the three stages may take: unequal on purpose, and none of them holds the model."""
 
-CONTEXT = 1024
+CONTEXT = 512
 CONCURRENCY = 8
 REFRESH_SECONDS = 0.2
 
@@ -82,6 +82,9 @@ async def _serve(prepared: Prepared, max_tokens: int, began: float) -> None:
             async with asyncio.TaskGroup() as group:
                 for chat in chats:
                     group.create_task(_answer(client, chat, asked, max_tokens, watch.ended))
+        except ExceptionGroup as failed:
+            # What ends one answer mostly ends them all.
+            raise failed.exceptions[0] from failed
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
