@@ -187,6 +187,15 @@ def test_any_stage_killed_at_any_time(ray_cluster: None, smollm2: Path, undistur
                 assert (after[stage] == before[stage]) == (stage not in victims)
             assert all(step.steps > 0 for step in status.stages)
 
+        # And one while nothing runs: it is there again before anyone asks.
+        before = await pids(engine)
+        os.kill(before[1], signal.SIGKILL)
+        while (status := await engine.status()).losses == len(rounds) or status.state != "ready":
+            await asyncio.sleep(0.01)
+        after = await pids(engine)
+        assert [after[stage] == before[stage] for stage in range(len(SPLIT))] == [True, False, True]
+        assert await stream(engine) == undisturbed
+
     run_with(pipeline_of(smollm2), smollm2, work)
 
 
