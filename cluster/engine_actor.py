@@ -173,7 +173,9 @@ def serve(
     from shardline.cluster.ray_runtime import NAMESPACE
 
     if _find(name) is not None:
-        raise ShardlineError(f"an engine named {name!r} runs already: stop it first, or give this one another name")
+        raise ShardlineError(
+            f"an engine named {name!r} runs already: `shardline stop` ends it, or give this one another name"
+        )
     actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(EngineHost)
     # Every client has a poll that waits; beyond this many calls at once a new one would wait for an old one's end.
     options = {"max_concurrency": 10_000, "lifetime": "detached", "name": name, "namespace": NAMESPACE}

@@ -231,6 +231,19 @@ def serve(
 
 
 @app.command()
+def stop(
+    name: Annotated[str | None, typer.Option(help="Which, if several run there.")] = None,
+    address: Annotated[
+        str, typer.Option(metavar="auto|HOST:PORT", help="The Ray cluster.", rich_help_panel=o.PLACEMENT)
+    ] = "auto",
+) -> None:
+    """Stop an engine whose `shardline serve` was killed, or runs elsewhere."""
+    from shardline.cluster.cli.serve import stop_command
+
+    stop_command(address, name)
+
+
+@app.command()
 def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 48,
 ) -> None:

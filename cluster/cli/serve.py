@@ -1,4 +1,4 @@
-"""`shardline serve`: an engine for Python clients anywhere on a Ray cluster."""
+"""`shardline serve` and `stop`: an engine for Python clients anywhere on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def serve_command(options: EngineOptions, name: str | None) -> None:
         finally:
             with waiting("stopping"), contextlib.suppress(EngineNotFoundError):
                 stop_serving(name)
+
+
+def stop_command(address: str, name: str | None) -> None:
+    """See `shardline stop`."""
+    from shardline.cluster.engine_actor import stop_serving
+    from shardline.cluster.ray_runtime import connected
+
+    with connected(address), waiting("stopping"):
+        stop_serving(name or ENGINE_NAME)
+    say(f"stopped the engine {name or ENGINE_NAME!r}", style="")
 
 
 def _watch(actor: Any) -> None:

@@ -32,6 +32,7 @@ from shardline.cluster import (
     ShardlineError,
 )
 from shardline.cluster.build import EngineOptions, build_engine, prepare
+from shardline.cluster.cli import main
 from shardline.cluster.connection import LocalConnection, RayConnection
 from shardline.cluster.engine import EngineConfig
 from shardline.cluster.engine_actor import EngineHost, serve, stop_serving
@@ -717,7 +718,9 @@ def test_what_keeps_an_engine_from_starting_comes_as_itself(cluster: str, smollm
 
 
 @pytest.mark.ray
-def test_an_engine_over_stage_actors_serves_and_stops_with_them(cluster: str, smollm2: Path) -> None:
+def test_an_engine_over_stage_actors_serves_and_stops_with_them(
+    cluster: str, smollm2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepared = prepare(EngineOptions(model=str(smollm2), split=(12, 18), context=256, concurrency=4, threads=1))
     serve(partial(build_engine, prepared), name="staged")
     with Client.connect(cluster, name="staged") as client:
@@ -725,7 +728,11 @@ def test_an_engine_over_stage_actors_serves_and_stops_with_them(cluster: str, sm
         stages = client.status().stages
         assert [stage.spec.num_layers for stage in stages] == [12, 18]
         assert len({stage.pid for stage in stages} | {os.getpid()}) == 3
-    stop_serving("staged")
+    with pytest.raises(ShardlineError, match="`shardline stop` ends it"):
+        serve(partial(build_engine, prepared), name="staged")
+    assert main(["stop", "--name", "staged", "--address", cluster]) == 0
+    assert main(["stop", "--name", "staged", "--address", cluster]) == 1
+    assert "no engine named 'staged'" in capsys.readouterr().err
     deadline = time.monotonic() + 20
     while any(os.path.exists(f"/proc/{stage.pid}") for stage in stages):
         assert time.monotonic() < deadline, "a stage outlives its engine"
