@@ -389,7 +389,12 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
     if (begin < end) make(stages, a);
 #endif
     for (int block = begin; block < end; block += BLOCKS_A_GROUP) {
-        UNROLL for (int part = 0; part < BLOCKS_A_GROUP; part++) {
+#if HAS_MIN  // else registers are short
+        _Pragma("unroll 1")
+#else
+        UNROLL
+#endif
+        for (int part = 0; part < BLOCKS_A_GROUP; part++) {
             const int freed = stage == 0 ? STAGES - 1 : stage - 1, after = stage + 1 == STAGES ? 0 : stage + 1;
             const uint4* shared = stages + stage * STAGE;
             const float* block_sums = (const float*)(shared + X_VECTORS + W_VECTORS) + wt * NI * 16 + (lane & 3) * 2;

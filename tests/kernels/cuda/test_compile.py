@@ -15,7 +15,14 @@ pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs the extra 'cu
 ARCHES = (80, 86, 89, 90, 120)
 LINEAR = [
     {"BITS": bits, "GROUP": group, "HAS_MIN": has_min, "SCALE_F32": scale_f32}
-    for bits, group, has_min, scale_f32 in ((4, 32, 1, 0), (4, 32, 1, 1), (4, 128, 0, 0), (8, 16, 0, 1), (8, 32, 0, 0))
+    for bits, group, has_min, scale_f32 in (
+        (4, 32, 1, 0),
+        (4, 32, 1, 1),
+        (4, 128, 0, 0),
+        (4, 128, 1, 0),
+        (8, 16, 0, 1),
+        (8, 32, 0, 0),
+    )
 ]
 SOURCES = [
     *(("linear", defines) for defines in LINEAR),
