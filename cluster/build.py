@@ -43,6 +43,9 @@ GPU_WORKSPACE_BYTES = 512 * 2**20
 GPU_STREAM_SHARE = 0.7
 """Of a GPU's peak memory rate, what a decode step streams its weights at."""
 
+MOST = 2**20
+"""Of sequences, and of the tokens of a step."""
+
 MEMORY_SHARE = 0.9
 """Of a host's available memory; the rest stays for everything else."""
 
@@ -213,8 +216,8 @@ def wanted(options: EngineOptions) -> Wanted:
         block_size=options.block_size, kv_dtype=options.kv_dtype, threads=options.threads, device=options.device
     )
     for field in ("concurrency", "max_sequences", "max_step_tokens", "prefill_chunk"):
-        if getattr(options, field) < 1:
-            raise InvalidParameterError(field, getattr(options, field), "an integer from 1 up")
+        if not 1 <= getattr(options, field) <= MOST:
+            raise InvalidParameterError(field, getattr(options, field), f"an integer from 1 to {MOST}")
     if options.device != "cpu" and (options.uses_ray or (options.stage_count or 1) > 1):
         raise InvalidParameterError("device", options.device, "cpu for several stages: GPUs over Ray are not built yet")
     if options.memory is not None and options.stage_count != len(options.memory):

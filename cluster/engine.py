@@ -342,8 +342,7 @@ class Engine:
         if live is None or update.index not in live.running:
             # Cancelled, or ended by a stop string, while this token was on its way.
             return
-        if update.token is not None:
-            self._count_token()
+        self._count_token()
         try:
             delta = live.advance(update)
         except Exception as error:

@@ -45,27 +45,33 @@ class LiveRequest:
         text = self._texts[index]
         assert text is not None, "a token before the prompt"
         self._cached_tokens = max(self._cached_tokens, update.cached_tokens)
-        new_text = ""
-        token_ids: tuple[int, ...] = ()
+        self._completion_tokens += 1
         logprobs: tuple[TokenLogprob, ...] = ()
+        if token.logprob is not None:
+            logprobs = (TokenLogprob(token.token_id, token.logprob, token.top_logprobs),)
+        new_text = ""
         stop_reason: str | int | None = None
-        if token is not None:
-            self._completion_tokens += 1
-            token_ids = (token.token_id,)
-            if token.logprob is not None:
-                logprobs = (TokenLogprob(token.token_id, token.logprob, token.top_logprobs),)
-            if update.finish_reason == "stop":
-                # A stop token ends the text; its own is not part of it.
-                stop_reason = token.token_id
-            else:
-                new_text = text.push(token.token_id)
+        if update.finish_reason == "stop":
+            # A stop token ends the text; its own is not part of it.
+            stop_reason = token.token_id
+        else:
+            new_text = text.push(token.token_id)
         finish_reason = update.finish_reason
         if finish_reason is not None or text.stopped_by is not None:
             new_text += text.finish()
             if text.stopped_by is not None:
                 finish_reason, stop_reason = "stop", text.stopped_by
             del self._texts[index]
-        return Delta(self.request_id, index, new_text, token_ids, logprobs, finish_reason, stop_reason, self._usage())
+        return Delta(
+            self.request_id,
+            index,
+            new_text,
+            (token.token_id,),
+            logprobs,
+            finish_reason,
+            stop_reason,
+            self._usage(),
+        )
 
     def abort(self, index: int) -> Delta:
         """The last delta of a running sequence that ends now, with the text that was held back."""

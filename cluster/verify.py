@@ -373,8 +373,7 @@ async def _drain(
         result = await pipeline.result()
         in_flight -= 1
         for update in scheduler.update(result):
-            if update.token is not None:
-                tokens.setdefault(update.request_id, []).append(update.token)
+            tokens.setdefault(update.request_id, []).append(update.token)
         while tokens and waiting:
             scheduler.add(waiting.popleft())
     scheduler.check_integrity()

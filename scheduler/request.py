@@ -20,19 +20,19 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class SequenceUpdate:
-    """A new token of one sequence of a request, or its end.
+    """A new token of one sequence of a request.
 
     Attributes:
         request_id: The request.
         index: Which of its n sequences.
-        token: The new token; None when the sequence ended without one.
-        finish_reason: None while it goes on; "stop" (a stop token, which is `token`), "length" or "abort".
+        token: The new token.
+        finish_reason: None while it goes on; "stop" (a stop token, which is `token`) or "length".
         cached_tokens: Prompt tokens found in the prefix cache when it was first admitted.
     """
 
     request_id: str
     index: int
-    token: SampledToken | None
+    token: SampledToken
     finish_reason: str | None
     cached_tokens: int = 0
 

@@ -131,6 +131,7 @@ def test_every_option_of_run_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         (["plan", "MODEL", "--kv-dtype", "int8"], 2, "kv_dtype='int8'"),
         (["plan", "MODEL", "--threads", "0"], 2, "threads=0"),
         (["plan", "MODEL", "--concurrency", "0"], 2, "concurrency=0"),
+        (["plan", "MODEL", "--concurrency", "100000000000000000000"], 2, "concurrency=1000.*1 to 1048576"),
         (["run", "MODEL", "-p", "x", "--temperature=-1"], 2, "temperature=-1"),
         (["run", "MODEL", "-p", "x", "--top-p", "0"], 2, "top_p=0"),
         (["run", "MODEL", "-p", "x", "--max-tokens", "0"], 2, "max_tokens=0"),
