@@ -29,7 +29,7 @@ from rich.console import Console
 
 from shardline import __version__
 from shardline.cluster.build import EngineOptions, Prepared, build_engine, cores, prepare
-from shardline.cluster.cli.output import table
+from shardline.cluster.cli.output import say, table
 from shardline.cluster.engine import Engine
 from shardline.cluster.ray_runtime import connected
 from shardline.cluster.request import Request
@@ -288,6 +288,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit code 1 when a target is missed")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        # llama.cpp's threads wait for each other at every op: with other work on the cores it all but stands still.
+        sys.stderr.write(f"other work is running here (load {load:.1f}): the figures will not mean much\n")
     most = max(given.batches)
     options = EngineOptions(
         model=given.model,
@@ -299,7 +303,7 @@ def main() -> int:
         prefill_chunk=STEP_TOKENS,
         prefix_cache=False,
     )
-    one = prepare(options, progress=lambda line: sys.stderr.write(line + "\n") and None)
+    one = prepare(options, progress=say)
     three = prepare(replace(options, stages=STAGES, address="local"))
     vocab = 32000
     rows: list[Row] = []
@@ -322,6 +326,7 @@ def main() -> int:
         "cores": os.cpu_count(),
         "processor": processor(),
         "system": f"{platform.system()} {platform.release()}",
+        "load_before": load,
         "versions": {
             "shardline": __version__,
             "python": platform.python_version(),
