@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from shardline.cluster.engine import Engine
 from shardline.cluster.local_pipeline import LocalPipeline
-from shardline.cluster.model_text import ModelText
 from shardline.cluster.models import Progress, resolve
-from shardline.cluster.placement import Device, ModelBytes, PipelinePlan, Wanted
-from shardline.cluster.planner import plan_pipeline
+from shardline.cluster.planning.placement import Device, ModelBytes, PipelinePlan, Wanted
+from shardline.cluster.planning.planner import plan_pipeline
 from shardline.cluster.stage_options import check_stage_options
+from shardline.cluster.text.model_text import ModelText
 from shardline.kernels import cuda_device
 from shardline.scheduler import InvalidParameterError, SchedulerConfig
 from shardline.stage import Checkpoint, open_checkpoint

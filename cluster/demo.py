@@ -17,7 +17,7 @@ from shardline.cluster.cli.engine import planned
 from shardline.cluster.cli.output import say, stdout, table
 from shardline.cluster.client import AsyncClient
 from shardline.cluster.engine import EngineStatus
-from shardline.cluster.placement import PipelinePlan
+from shardline.cluster.planning.placement import PipelinePlan
 from shardline.scheduler import SamplingParams
 
 MODEL = "smollm2-135m"

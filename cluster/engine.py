@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from shardline.cluster.errors import EngineDeadError, ShardlineError, StageLostError
 from shardline.cluster.inbox import Failure, Inbox
 from shardline.cluster.live_request import LiveRequest
-from shardline.cluster.model_text import ModelText
 from shardline.cluster.pipeline import Pipeline, StageStats
 from shardline.cluster.request import Delta, Request
+from shardline.cluster.text.model_text import ModelText
 from shardline.scheduler import (
     InvalidParameterError,
     NewRequest,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardline.cluster.inbox import Inbox
-from shardline.cluster.model_text import ModelText, SequenceText
 from shardline.cluster.request import Delta, TokenLogprob, Usage
+from shardline.cluster.text.model_text import ModelText, SequenceText
 from shardline.scheduler import SamplingParams, SequenceUpdate
 
 

@@ -1,7 +1,7 @@
 """The pipeline over Ray: wiring, watching, and bringing a lost stage back.
 
 Ray places and starts the stages' processes, carries control calls and says when one dies (stage_fleet.py). Plans,
-hidden states and results go over sockets of our own (engine_link.py, stage_worker.py). A life of the pipeline between
+hidden states and results go over sockets of our own (wire/engine_link.py, wire/stage_worker.py). A life of the pipeline between
 two wirings is an *epoch*; whatever breaks ends it, and `recover` begins the next.
 """
 
@@ -18,15 +18,15 @@ from typing import Any
 
 import ray
 
-from shardline.cluster.engine_link import EngineLink
 from shardline.cluster.errors import ShardlineError, StageLostError, TransportError
-from shardline.cluster.frames import Frame, FrameKind, StageFailure, decode_failure, decode_result, encode_message
-from shardline.cluster.handshake import Credentials
 from shardline.cluster.pipeline import StageStats
 from shardline.cluster.ray_runtime import StagePlacement
 from shardline.cluster.stage_actor import LOOPBACK, host_address
 from shardline.cluster.stage_fleet import RayPipelineConfig, StageFleet, all_of
 from shardline.cluster.stage_loading import CheckpointLoader, StageLoader, plan_hash
+from shardline.cluster.wire.engine_link import EngineLink
+from shardline.cluster.wire.frames import Frame, FrameKind, StageFailure, decode_failure, decode_result, encode_message
+from shardline.cluster.wire.handshake import Credentials
 from shardline.scheduler import StepPlan, StepResult
 from shardline.stage import CheckpointError, StageSpec
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardline._version import __version__
-from shardline.cluster.handshake import Credentials
 from shardline.cluster.pipeline import StageStats
 from shardline.cluster.stage_loading import LoadedStage, ModelIdentity, StageLoader, plan_hash
-from shardline.cluster.stage_worker import Progress, StageWorker
+from shardline.cluster.wire.handshake import Credentials
+from shardline.cluster.wire.stage_worker import Progress, StageWorker
 from shardline.stage.errors import CheckpointError
 from shardline.stage.spec import StageSpec
 

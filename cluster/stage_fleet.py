@@ -15,7 +15,7 @@ from shardline.cluster.pipeline import StageStats
 from shardline.cluster.ray_runtime import StageBundles, StagePlacement, describe_cluster
 from shardline.cluster.stage_loading import ModelIdentity, StageLoader
 from shardline.cluster.stage_process import NoAnswerError, StageProcess
-from shardline.cluster.stage_worker import Progress
+from shardline.cluster.wire.stage_worker import Progress
 from shardline.stage import CheckpointError, StageSpec
 
 T = TypeVar("T")

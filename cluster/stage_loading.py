@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from shardline.cluster.errors import ModelNotFoundError
-from shardline.cluster.stage_worker import StageRunner
+from shardline.cluster.wire.stage_worker import StageRunner
 from shardline.scheduler import SamplingParams
 from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan
 from shardline.stage.spec import StageSpec

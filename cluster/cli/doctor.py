@@ -17,7 +17,7 @@ from shardline._version import __version__
 from shardline.cluster.build import available_memory, cores
 from shardline.cluster.cli.output import print_json, stdout, table
 from shardline.cluster.models import KNOWN_MODELS, cache_folder
-from shardline.cluster.stage_costs import mib
+from shardline.cluster.planning.stage_costs import mib
 
 OK, NOTE, MISSING = "ok", "note", "missing"
 PACKAGES = ("ray", "numpy", "numba", "llvmlite", "tokenizers", "jinja2", "gguf", "safetensors", "typer", "rich")

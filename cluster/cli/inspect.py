@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from shardline.cluster.build import EngineOptions, cores, prepare
 from shardline.cluster.cli.output import plan_data, plan_lines, plan_table, print_json, say, stdout, table, waiting
 from shardline.cluster.models import KNOWN_MODELS, cache_folder, resolve
-from shardline.cluster.stage_costs import mib
+from shardline.cluster.planning.stage_costs import mib
 
 
 def plan_command(options: EngineOptions, *, as_json: bool) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shardline.cluster.placement import PipelinePlan
-from shardline.cluster.stage_costs import mib
+from shardline.cluster.planning.placement import PipelinePlan
+from shardline.cluster.planning.stage_costs import mib
 
 WIDE = 240
 

@@ -9,11 +9,11 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardline.cluster.build import cores
+from shardline.cluster.checking.verify import Verifier
+from shardline.cluster.checking.verify_cases import Case, Factors, default_splits
+from shardline.cluster.checking.verify_result import CaseResult
 from shardline.cluster.cli.output import print_json, say, stderr, stdout, table
 from shardline.cluster.models import resolve
-from shardline.cluster.verify import Verifier
-from shardline.cluster.verify_cases import Case, Factors, default_splits
-from shardline.cluster.verify_result import CaseResult
 
 MANY = 100
 """Above this many cases the table has only those that failed."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardline.cluster.verify import Verifier
-from shardline.cluster.verify_cases import Case, Factors, default_splits
+from shardline.cluster.checking.verify import Verifier
+from shardline.cluster.checking.verify_cases import Case, Factors, default_splits
 from shardline.kernels import Backend
 from shardline.stage import StageSpec, backend_for
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shardline.cluster import ShardlineError, TemplateError
-from shardline.cluster.chat_template import CHATML, ChatTemplate
-from shardline.cluster.tokenizer import Tokenizer
+from shardline.cluster.text.chat_template import CHATML, ChatTemplate
+from shardline.cluster.text.tokenizer import Tokenizer
 from shardline.scheduler import InvalidParameterError
 
 HI = ({"role": "user", "content": "hi"},)
@@ -295,7 +295,7 @@ class TestErrors:
         ],
     )  # fmt: skip
     def test_nothing_runs_away(self, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("shardline.cluster.template_sandbox.MAX_SECONDS", 1.0)
+        monkeypatch.setattr("shardline.cluster.text.template_sandbox.MAX_SECONDS", 1.0)
         if "n." in source:
             source = (
                 "{% set n = namespace(x='aa', l=[1]) %}{% for i in range(26) %}"
@@ -319,7 +319,7 @@ class TestErrors:
             render(f"{{{{ {width}.format(1, 99999999) }}}}")
 
     def test_a_slow_template_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("shardline.cluster.template_sandbox.MAX_SECONDS", 0.05)
+        monkeypatch.setattr("shardline.cluster.text.template_sandbox.MAX_SECONDS", 0.05)
         source = "{% for i in range(99999) %}{% set x = range(99999) | list | sum %}{% endfor %}"
         with pytest.raises(TemplateError, match=r"takes more than 0\.05 seconds"):
             render(source)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.cluster.detokenizer import Detokenizer
-from shardline.cluster.tokenizer import Tokenizer
+from shardline.cluster.text.detokenizer import Detokenizer
+from shardline.cluster.text.tokenizer import Tokenizer
 
 TEXTS = [
     "plain words, and more of them",

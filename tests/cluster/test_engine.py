@@ -14,8 +14,8 @@ import pytest
 from shardline.cluster import Delta, Engine, EngineDeadError, Request, ShardlineError, StageLostError
 from shardline.cluster.engine import EngineConfig
 from shardline.cluster.inbox import Failure, Inbox, merge
-from shardline.cluster.model_text import ModelText
-from shardline.cluster.tokenizer import Tokenizer
+from shardline.cluster.text.model_text import ModelText
+from shardline.cluster.text.tokenizer import Tokenizer
 from shardline.scheduler import (
     InvalidParameterError,
     QueueFullError,

@@ -37,8 +37,8 @@ from shardline.cluster.connection import LocalConnection, RayConnection
 from shardline.cluster.engine import EngineConfig
 from shardline.cluster.engine_actor import EngineHost, serve, stop_serving
 from shardline.cluster.inbox import Failure, merge
-from shardline.cluster.model_text import ModelText
 from shardline.cluster.ray_runtime import connected
+from shardline.cluster.text.model_text import ModelText
 from shardline.scheduler import InvalidParameterError, RequestTooLargeError, SchedulerConfig
 from shardline.stage import CheckpointError, open_checkpoint
 

@@ -13,7 +13,7 @@ import pytest
 from shardline.cluster import Delta, Engine, Request, StageLostError
 from shardline.cluster.inbox import merge
 from shardline.cluster.local_pipeline import LocalPipeline, stage_specs
-from shardline.cluster.model_text import ModelText
+from shardline.cluster.text.model_text import ModelText
 from shardline.kernels import Backend
 from shardline.scheduler import (
     InvalidParameterError,

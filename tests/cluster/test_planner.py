@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardline.cluster.errors import PlanningError
-from shardline.cluster.partition import Partition, Share, slack
-from shardline.cluster.placement import Device, ModelBytes, PipelinePlan, Wanted
-from shardline.cluster.planner import plan_pipeline
-from shardline.cluster.stage_costs import StageCosts, workspace_bytes
+from shardline.cluster.planning.partition import Partition, Share, slack
+from shardline.cluster.planning.placement import Device, ModelBytes, PipelinePlan, Wanted
+from shardline.cluster.planning.planner import plan_pipeline
+from shardline.cluster.planning.stage_costs import StageCosts, workspace_bytes
 from shardline.stage import ModelSpec, RopeSpec
 
 MIB = 2**20

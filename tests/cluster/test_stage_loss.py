@@ -12,11 +12,11 @@ import pytest
 
 from shardline.cluster import Engine, Request
 from shardline.cluster.local_pipeline import LocalPipeline, stage_specs
-from shardline.cluster.model_text import ModelText
 from shardline.cluster.pipeline import Pipeline
 from shardline.cluster.ray_pipeline import RayPipeline
 from shardline.cluster.ray_runtime import connected
 from shardline.cluster.stage_fleet import RayPipelineConfig
+from shardline.cluster.text.model_text import ModelText
 from shardline.scheduler import SamplingParams, SchedulerConfig
 from shardline.stage import ModelSpec, StageSpec, open_checkpoint
 

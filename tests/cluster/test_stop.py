@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.cluster.detokenizer import Detokenizer
-from shardline.cluster.stop import StopMatcher
-from shardline.cluster.tokenizer import Tokenizer
+from shardline.cluster.text.detokenizer import Detokenizer
+from shardline.cluster.text.stop import StopMatcher
+from shardline.cluster.text.tokenizer import Tokenizer
 
 few_letters = st.text("ab", max_size=30)
 few_stops = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)

@@ -11,8 +11,8 @@ import pytest
 
 from shardline.cluster import Client, Delta, Engine, Request, TemplateError
 from shardline.cluster.inbox import merge
-from shardline.cluster.model_text import ModelText
-from shardline.cluster.tokenizer import Tokenizer
+from shardline.cluster.text.model_text import ModelText
+from shardline.cluster.text.tokenizer import Tokenizer
 from shardline.scheduler import SamplingParams, SchedulerConfig
 from shardline.stage import open_checkpoint
 

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from shardline.cluster import handshake
-from shardline.cluster.engine_link import EngineLink
 from shardline.cluster.errors import TransportError
-from shardline.cluster.frames import (
+from shardline.cluster.wire import handshake
+from shardline.cluster.wire.engine_link import EngineLink
+from shardline.cluster.wire.frames import (
     HEADER_BYTES,
     MAX_FAILURE_TEXT,
     Frame,
@@ -35,9 +35,9 @@ from shardline.cluster.frames import (
     decode_result,
     encode_message,
 )
-from shardline.cluster.handshake import ENGINE, Credentials
-from shardline.cluster.stage_worker import StageWorker
-from shardline.cluster.transport import (
+from shardline.cluster.wire.handshake import ENGINE, Credentials
+from shardline.cluster.wire.stage_worker import StageWorker
+from shardline.cluster.wire.transport import (
     ChannelClosedError,
     Handoff,
     Listener,

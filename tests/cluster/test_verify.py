@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardline.cluster.checking.verify import Verifier
+from shardline.cluster.checking.verify_cases import Case, Factors, default_splits
+from shardline.cluster.checking.verify_result import first_difference
 from shardline.cluster.cli import main
 from shardline.cluster.local_pipeline import LocalPipeline
-from shardline.cluster.verify import Verifier
-from shardline.cluster.verify_cases import Case, Factors, default_splits
-from shardline.cluster.verify_result import first_difference
 from shardline.kernels.cpu.backend import CpuBackend
 from shardline.scheduler import InvalidParameterError, SampledToken
 from shardline.stage import stage as stage_module

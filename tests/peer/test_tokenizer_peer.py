@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from shardline.cluster.chat_template import ChatTemplate
-from shardline.cluster.tokenizer import Tokenizer
+from shardline.cluster.text.chat_template import ChatTemplate
+from shardline.cluster.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.peer
 

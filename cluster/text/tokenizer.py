@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol
 
-from shardline.cluster.byte_level import PRE_TOKENIZERS, ByteLevelModel, spelled_bytes
 from shardline.cluster.errors import TokenizerError
-from shardline.cluster.scored_pieces import SPACE, ScoredPieceModel
+from shardline.cluster.text.byte_level import PRE_TOKENIZERS, ByteLevelModel, spelled_bytes
+from shardline.cluster.text.scored_pieces import SPACE, ScoredPieceModel
 
 _PREFIX = "tokenizer.ggml."
 

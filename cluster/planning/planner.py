@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardline.cluster.errors import PlanningError
-from shardline.cluster.partition import Limits, Outcome, Partition, Share
-from shardline.cluster.placement import Device, ModelBytes, PipelinePlan, StagePlan, Wanted
-from shardline.cluster.stage_costs import StageCosts, mib, workspace_bytes
+from shardline.cluster.planning.partition import Limits, Outcome, Partition, Share
+from shardline.cluster.planning.placement import Device, ModelBytes, PipelinePlan, StagePlan, Wanted
+from shardline.cluster.planning.stage_costs import StageCosts, mib, workspace_bytes
 from shardline.stage import ModelSpec, StageSpec
 
 SHARED_MICROBATCH = 16

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardline.cluster.verify_cases import Case
+from shardline.cluster.checking.verify_cases import Case
 from shardline.scheduler import SampledToken
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from shardline.cluster.checking.verify_cases import Case
+from shardline.cluster.checking.verify_result import CaseResult, first_difference
 from shardline.cluster.local_pipeline import BackendFactory, LocalPipeline, stage_specs
 from shardline.cluster.stage_options import check_stage_options
-from shardline.cluster.verify_cases import Case
-from shardline.cluster.verify_result import CaseResult, first_difference
 from shardline.scheduler import (
     InvalidParameterError,
     NewRequest,

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.cluster.errors import TransportError
-from shardline.cluster.frames import HEADER_BYTES, Frame, FrameHeader, FrameLimits
-from shardline.cluster.handshake import Credentials, admit, greet, name
+from shardline.cluster.wire.frames import HEADER_BYTES, Frame, FrameHeader, FrameLimits
+from shardline.cluster.wire.handshake import Credentials, admit, greet, name
 
 HANDSHAKE_SECONDS = 5.0
 STALL_SECONDS = 10.0

@@ -10,7 +10,7 @@ import jinja2
 
 from shardline.cluster.errors import TemplateError
 from shardline.cluster.request import Message
-from shardline.cluster.template_sandbox import RefusedError, TemplateSandbox, render_bounded
+from shardline.cluster.text.template_sandbox import RefusedError, TemplateSandbox, render_bounded
 from shardline.scheduler import InvalidParameterError
 
 CHATML = (

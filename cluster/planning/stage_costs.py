@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shardline.cluster.placement import Device, ModelBytes, Wanted
+from shardline.cluster.planning.placement import Device, ModelBytes, Wanted
 from shardline.stage import ModelSpec
 
 _UNLIMITED = 2**62

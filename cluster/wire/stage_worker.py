@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.cluster.errors import TransportError
-from shardline.cluster.frames import (
+from shardline.cluster.wire.frames import (
     Frame,
     FrameKind,
     FrameLimits,
@@ -20,8 +20,8 @@ from shardline.cluster.frames import (
     decode_plan,
     encode_message,
 )
-from shardline.cluster.handshake import ENGINE, Credentials, name
-from shardline.cluster.transport import (
+from shardline.cluster.wire.handshake import ENGINE, Credentials, name
+from shardline.cluster.wire.transport import (
     ChannelClosedError,
     FrameReceiver,
     FrameSender,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from shardline.cluster.tokenizer import Tokenizer
+from shardline.cluster.text.tokenizer import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 

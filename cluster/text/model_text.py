@@ -7,12 +7,12 @@ import operator
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from shardline.cluster.chat_template import ChatTemplate
-from shardline.cluster.detokenizer import Detokenizer
 from shardline.cluster.errors import TemplateError
 from shardline.cluster.request import Request
-from shardline.cluster.stop import StopMatcher
-from shardline.cluster.tokenizer import Tokenizer
+from shardline.cluster.text.chat_template import ChatTemplate
+from shardline.cluster.text.detokenizer import Detokenizer
+from shardline.cluster.text.stop import StopMatcher
+from shardline.cluster.text.tokenizer import Tokenizer
 from shardline.scheduler import InvalidParameterError, RequestTooLargeError
 from shardline.stage import Checkpoint
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from shardline.cluster.errors import TransportError
-from shardline.cluster.frames import Frame, FrameKind, FrameLimits
-from shardline.cluster.handshake import ENGINE, Credentials
-from shardline.cluster.transport import FrameReceiver, FrameSender, Handoff, Listener, connect
+from shardline.cluster.wire.frames import Frame, FrameKind, FrameLimits
+from shardline.cluster.wire.handshake import ENGINE, Credentials
+from shardline.cluster.wire.transport import FrameReceiver, FrameSender, Handoff, Listener, connect
 
 MAX_RESULT_BYTES = 16 * 1024 * 1024
 

@@ -1,0 +1,1 @@
+"""Text to tokens and back: tokenizers, chat templates, streaming text, stop strings."""

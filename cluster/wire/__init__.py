@@ -1,0 +1,1 @@
+"""The data plane: frames between the stages' processes, over sockets that prove who they are. No Ray."""
