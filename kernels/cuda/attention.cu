@@ -26,6 +26,7 @@ constexpr int STAGES = HEAD_DIM <= 128 ? 2 : 1;
 constexpr int STEPS = HEAD_DIM / 16;             // k16 steps of a score
 constexpr int COLUMN_TILES = HEAD_DIM / 8;       // 8-wide tiles of the output
 constexpr int OWN_COLUMNS = (COLUMN_TILES + 3) / 4;
+constexpr int BLOCKS = HEAD_DIM <= 64 ? 4 : HEAD_DIM <= 128 ? 3 : 2;  // that a multiprocessor should hold
 constexpr float FAR = -1e30f;
 
 DEVICE float exp2_fast(float x) {
@@ -308,7 +309,7 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
 }
 
 #define ATTEND(name, WHOLE)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                        \
         name(const float* qkv, const u16* keys, const u16* values, const int* tiles, const int* positions,               \
              const int* sequences, const int* block_tables, float* partial, u32* arrived, float* rows, u32* fragments,   \
              float* sums, int KB, int table_width, int block_shift, int G, int kv_heads, int max_splits,                 \

@@ -80,9 +80,12 @@ WHOLE = (
 def num_tiles(bits: int, group_size: int, arch: int) -> int:
     """How many of SPLIT and WHOLE exist.
 
-    Scales of groups of 16 leave no registers for 64 tokens; cards other than Hopper have no memory for the widest.
+    Scales of groups of 16 leave no registers for 64 tokens, nor do 8 bits in groups of 32 on Blackwell. Cards other
+    than Hopper have no memory for the widest.
     """
-    return 2 if group_size == 16 else 4 if arch == 90 and bits == 4 else 3
+    if group_size == 16 or (bits == 8 and group_size == 32 and arch >= 100):
+        return 2
+    return 4 if arch == 90 and bits == 4 else 3
 
 
 @dataclass(frozen=True, slots=True)
