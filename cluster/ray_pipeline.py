@@ -1,8 +1,8 @@
 """The pipeline over Ray: wiring, watching, and bringing a lost stage back.
 
 Ray places and starts the stages' processes, carries control calls and says when one dies (stage_fleet.py). Plans,
-hidden states and results go over sockets of our own (wire/engine_link.py, wire/stage_worker.py). A life of the pipeline between
-two wirings is an *epoch*; whatever breaks ends it, and `recover` begins the next.
+hidden states and results go over sockets of our own (wire/engine_link.py, wire/stage_worker.py). A life of the pipeline
+between two wirings is an *epoch*; whatever breaks ends it, and `recover` begins the next.
 """
 
 from __future__ import annotations
