@@ -14,6 +14,9 @@ from shardline.cluster.wire.transport import FrameReceiver, FrameSender, Handoff
 
 MAX_RESULT_BYTES = 16 * 1024 * 1024
 
+SENT_AT_ONCE = 8 * 1024
+"""Bytes of a frame that the engine's own thread sends. A few of them never fill a socket's buffers."""
+
 
 class EngineLink:
     """One epoch of the engine's side: frames in by `send`, frames out by a callback.
@@ -43,6 +46,7 @@ class EngineLink:
         self._outbox: Handoff[Frame] = Handoff()
         self._lock = threading.Lock()
         self._ended = False
+        self._unsent = 0  # frames that the sending thread has not sent yet
         self._sender: FrameSender | None = None
         self._receiver: FrameReceiver | None = None
 
@@ -72,8 +76,22 @@ class EngineLink:
             threading.Thread(target=loop, name=f"{role}-{self._credentials.epoch}", daemon=True).start()
 
     def send(self, frame: Frame) -> None:
-        """Put a frame on its way; returns at once. What it may hold is bounded by what the caller keeps in flight."""
-        self._outbox.put(frame)
+        """Put a frame on its way; returns at once. What it may hold is bounded by what the caller keeps in flight.
+
+        Called by one thread. A small frame fits into the socket's buffers whatever the stage does, and goes at once:
+        waking the sending thread takes longer.
+        """
+        with self._lock:
+            sender = self._sender if self._unsent == 0 and frame.nbytes <= SENT_AT_ONCE else None
+            if sender is None:
+                self._unsent += 1
+        if sender is None:
+            self._outbox.put(frame)
+            return
+        try:
+            sender.send(self._credentials.epoch, frame)
+        except TransportError as error:
+            self._end(str(error))
 
     def close(self) -> None:
         """Close both channels. Idempotent."""
@@ -98,6 +116,8 @@ class EngineLink:
         try:
             while True:
                 self._sender.send(self._credentials.epoch, self._outbox.get())
+                with self._lock:
+                    self._unsent -= 1
         except TransportError as error:
             self._end(str(error))
 

@@ -109,6 +109,11 @@ class Frame:
     meta: bytes | bytearray
     hidden: NDArray[np.float32] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message and the rows."""
+        return len(self.meta) + (0 if self.hidden is None else self.hidden.nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class StageFailure:

@@ -39,6 +39,9 @@ MAX_PLAN_BYTES = 64 * 1024 * 1024
 
 CONNECT_SECONDS = 30.0
 
+SENT_AT_ONCE = 64 * 1024
+"""Bytes of a frame up to which sending it takes less time than waking the thread that would send it."""
+
 
 class StageRunner(Protocol):
     """What the data plane needs of a stage; `shardline.stage.Stage` is one."""
@@ -137,6 +140,7 @@ class _Session:
         self._lock = threading.Lock()
         self._receiver: FrameReceiver | None = None
         self._sender: FrameSender | None = None
+        self._unsent = 0  # frames that the sending thread has not sent yet
         self.ended: str | None = None
         self._compute = self._spawn("compute", self._compute_loop)
         self._spawn("receive", self._receive_loop)
@@ -230,16 +234,32 @@ class _Session:
                 # Through the compute thread, so that a probe that came back says that every thread of every stage runs.
                 passed = bytes(work.frame.meta) + bytes([self._worker.index])
                 work.frame = Frame(FrameKind.PROBE, work.frame.step_id, passed)
+            self._pass_on(work)
+
+    def _pass_on(self, work: _Work) -> None:
+        """Send, or let the sending thread do it. Called by the compute thread only, so frames keep their order."""
+        with self._lock:
+            sender = self._sender if self._unsent == 0 else None
+            at_once = sender is not None and work.frame.nbytes <= SENT_AT_ONCE
+            if not at_once:
+                self._unsent += 1
+        if at_once and sender is not None:
+            self._send(sender, work)
+        else:
             self._outbox.put(work)
 
     def _send_loop(self) -> None:
         sender = self._sender
         assert sender is not None
         while True:
-            work = self._outbox.get()
-            sender.send(self.credentials.epoch, work.frame)
-            # Only now: what a stage returns may lie in the slot that it was given.
-            self._slots.give(work.slot)
+            self._send(sender, self._outbox.get())
+            with self._lock:
+                self._unsent -= 1
+
+    def _send(self, sender: FrameSender, work: _Work) -> None:
+        sender.send(self.credentials.epoch, work.frame)
+        # Only now: what a stage returns may lie in the slot that it was given.
+        self._slots.give(work.slot)
 
 
 class StageWorker:
