@@ -38,7 +38,7 @@ def kv_dtype(layout: KVLayout) -> np.dtype[Any]:
 
 
 def _put(array, index, value):
-    raise NotImplementedError
+    raise NotImplementedError  # a name for numba, which compiles the overload below in its place
 
 
 @overload(_put)

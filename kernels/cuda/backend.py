@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardline.kernels import checks
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
 from shardline.kernels.cuda import tables, weights
-from shardline.kernels.cuda.errors import DeviceTooOldError
+from shardline.kernels.cuda.device import OLDEST_ARCH
 from shardline.kernels.cuda.modules import Launcher, Modules
 from shardline.kernels.cuda.pack import pad_to
 from shardline.kernels.matrix import GroupedMatrix
@@ -92,11 +92,7 @@ class CudaBackend(Backend):
         self._device.use()
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.arch = int(self._device.compute_capability)
-        if self.arch < 80:
-            raise DeviceTooOldError(
-                f"GPU {device} is sm_{self.arch}; the CUDA backend needs sm_80 (Ampere) or newer. Leave this card out, "
-                "or use the CPU backend."
-            )
+        assert self.arch >= OLDEST_ARCH, f"sm_{self.arch}: cuda_device refuses it"
         self._processors = int(self._device.attributes["MultiProcessorCount"])
         self._modules = Modules(self.arch, cubin_cache)
         self._launcher = Launcher(self.arch)

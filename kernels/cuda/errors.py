@@ -1,7 +1,6 @@
 """What the CUDA backend refuses.
 
 CudaError
-├── DeviceTooOldError     the GPU is older than sm_80
 ├── KernelCompileError    NVRTC refused a source; carries the compiler's log
 └── LaunchError           the driver refused a launch
 """
@@ -13,10 +12,6 @@ from shardline.kernels.errors import KernelsError
 
 class CudaError(KernelsError):
     """The root of this folder's errors."""
-
-
-class DeviceTooOldError(CudaError):
-    """The GPU is older than the kernels need; the message says what to do."""
 
 
 class KernelCompileError(CudaError):
