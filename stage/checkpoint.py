@@ -54,6 +54,6 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Open a model file and check its header. Raises CheckpointError."""
-    from shardline.stage.gguf_checkpoint import GgufCheckpoint
+    from shardline.stage.gguf.checkpoint import GgufCheckpoint
 
     return GgufCheckpoint(Path(path))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from shardline.stage import CheckpointError, open_checkpoint
-from shardline.stage.architectures import matrix_shapes, vector_sizes
-from shardline.stage.gguf_header import HEADER_LIMIT, read_header
+from shardline.stage.gguf.architectures import matrix_shapes, vector_sizes
+from shardline.stage.gguf.header import HEADER_LIMIT, read_header
 
 VOCAB = 20
 KEYS = {
@@ -209,9 +209,9 @@ def test_a_sparse_file_cannot_make_the_header_endless(tmp_path):
 def test_a_header_may_not_be_longer_than_the_limit(tiny_model, monkeypatch):
     path = tiny_model(layers=1, vocab=VOCAB, keys=KEYS)
     end = header_length(path)
-    monkeypatch.setattr("shardline.stage.gguf_header.HEADER_LIMIT", end)
+    monkeypatch.setattr("shardline.stage.gguf.header.HEADER_LIMIT", end)
     open_checkpoint(path).close()
-    monkeypatch.setattr("shardline.stage.gguf_header.HEADER_LIMIT", end - 1)
+    monkeypatch.setattr("shardline.stage.gguf.header.HEADER_LIMIT", end - 1)
     with pytest.raises(CheckpointError, match=f"the header goes on past {end - 1} bytes"):
         open_checkpoint(path)
 

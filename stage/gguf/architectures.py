@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardline.stage.gguf_blocks import FLOAT_TYPES, FORMATS
-from shardline.stage.gguf_header import TensorInfo, shown
+from shardline.stage.gguf.blocks import FLOAT_TYPES, FORMATS
+from shardline.stage.gguf.header import TensorInfo, shown
 from shardline.stage.spec import ModelSpec, RopeSpec
 
 MAX_CONTEXT = 1 << 24

@@ -1,0 +1,1 @@
+"""GGUF files: header, block formats, families, and the checkpoint made of them."""
