@@ -20,7 +20,7 @@ from benchmarks.gpu import RESULTS, BenchBackend, spread, surroundings, write
 
 from shardline.scheduler.params import SamplingParams
 from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan
-from shardline.stage import ModelSpec, RopeSpec, Stage, StageSpec
+from shardline.stage import LayerSpec, ModelSpec, RopeSpec, Stage, StageSpec
 
 QWEN3_8B = ModelSpec(
     architecture="qwen3",
@@ -33,9 +33,9 @@ QWEN3_8B = ModelSpec(
     vocab_size=151936,
     context_length=4096,
     norm_eps=1e-6,
-    rope=RopeSpec(1e6, 128, False),
-    qkv_bias=False,
-    qk_norm=True,
+    layers=(LayerSpec(),) * 36,
+    ropes=(RopeSpec(1e6, 128, False),),
+    qk_norm="head",
     tied_embeddings=False,
 )
 PROMPT, DECODED, CONTEXT, BLOCK = 128, 64, 256, 16

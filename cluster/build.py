@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from shardline.cluster.stage_options import check_stage_options
 from shardline.cluster.text.model_text import ModelText
 from shardline.kernels import cuda_device
 from shardline.scheduler import InvalidParameterError, SchedulerConfig
-from shardline.stage import Checkpoint, open_checkpoint
+from shardline.stage import Checkpoint, matrix_shapes, open_checkpoint, vector_shapes
 
 if TYPE_CHECKING:
     from shardline.cluster.ray_runtime import NodeInfo
@@ -102,27 +103,13 @@ class EngineOptions:
 def model_bytes(checkpoint: Checkpoint) -> ModelBytes:
     """Resident bytes of a model on the CPU backend, from its header."""
     spec = checkpoint.spec
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    channels = {
-        "q": queries,
-        "k": keys,
-        "v": keys,
-        "o": spec.hidden_size,
-        "gate": spec.intermediate_size,
-        "up": spec.intermediate_size,
-        "down": spec.hidden_size,
-    }
 
     def padded(role: str, layer: int | None, count: int) -> int:
         return checkpoint.matrix_bytes(role, layer) // count * (-(-count // CHANNEL_BLOCK) * CHANNEL_BLOCK)
 
-    vectors = 2 * spec.hidden_size
-    if spec.qkv_bias:
-        vectors += queries + 2 * keys
-    if spec.qk_norm:
-        vectors += 2 * spec.head_dim
     layers = tuple(
-        sum(padded(role, layer, count) for role, count in channels.items()) + 4 * vectors
+        sum(padded(role, layer, shape[0]) for role, shape in matrix_shapes(spec, layer).items())
+        + 4 * sum(math.prod(shape) for shape in vector_shapes(spec, layer).values())
         for layer in range(spec.num_layers)
     )
     return ModelBytes(

@@ -5,24 +5,34 @@ from __future__ import annotations
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
 from shardline.kernels.cpu.resident import cpu_resident_bytes
 from shardline.kernels.cuda.device import CudaDevice, cuda_device
-from shardline.kernels.errors import DeviceUnavailableError, KernelsError, UnsupportedProcessorError
+from shardline.kernels.errors import (
+    DeviceUnavailableError,
+    KernelsError,
+    UnsupportedOperationError,
+    UnsupportedProcessorError,
+)
+from shardline.kernels.experts import Activation, Expert, RouterRule
 from shardline.kernels.matrix import GROUP_SIZES, GroupedMatrix, pack_nibbles
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
 __all__ = [
     "GROUP_SIZES",
+    "Activation",
     "Array",
     "Backend",
     "CudaDevice",
     "DeviceUnavailableError",
+    "Expert",
     "GroupedMatrix",
     "KVCache",
     "KVLayout",
     "KernelsError",
     "RopeTable",
+    "RouterRule",
     "Rows",
     "SampleOutput",
     "SamplingBatch",
+    "UnsupportedOperationError",
     "UnsupportedProcessorError",
     "Weight",
     "cpu_backend",

@@ -11,13 +11,14 @@ Shapes use: rows (tokens of the step), K and N (input and output channels), D (h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardline.kernels.experts import Activation, Expert, RouterRule
 from shardline.kernels.matrix import GroupedMatrix
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
@@ -25,7 +26,8 @@ Array = Any
 """An array of the backend's device."""
 
 Weight = Any
-"""A matrix in the backend's resident layout; made by `load_matrix` or `load_gated`, opaque to everyone else."""
+"""Matrices in the backend's resident layout; made by `load_matrix`, `load_gated` or `load_experts`, opaque to everyone
+else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +132,29 @@ class Backend(ABC):
 
     @abstractmethod
     def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
-        """Bring matrices of equal K to the device, stacked along N (so that q, k and v are one product)."""
+        """Bring matrices of equal K to the device, stacked along N (so that q, k and v are one product).
+
+        Each may have an `input_order` of its own.
+        """
 
     @abstractmethod
     def load_gated(self, gate: GroupedMatrix, up: GroupedMatrix) -> Weight:
         """Bring a gate and an up matrix of equal shape to the device, for `gated_linear`."""
+
+    @abstractmethod
+    def load_experts(
+        self,
+        experts: Iterable[Expert],
+        *,
+        activation: Activation = "silu",
+        gate_bias: Array | None = None,
+        up_bias: Array | None = None,
+        down_bias: Array | None = None,
+    ) -> Weight:
+        """Bring a layer's experts to the device, for `expert_mlp`; they are of equal shapes, and only one is in flight.
+
+        Device biases: gate_bias and up_bias [experts, F], down_bias [experts, K], all or none.
+        """
 
     @abstractmethod
     def allocate_kv(self, layout: KVLayout) -> KVCache:
@@ -170,8 +190,8 @@ class Backend(ABC):
         """Enqueue what the attention ops of all layers share, once a step before them; `rows` and `cache` as theirs."""
 
     @abstractmethod
-    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int) -> None:
-        """out[r, :] = weight[token_ids[r], :] for r < rows.
+    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int, *, scale: float = 1.0) -> None:
+        """out[r, :] = scale * weight[token_ids[r], :] for r < rows; both rounded to float32.
 
         token_ids int32 [>= rows], weight [vocab, K] from `load_matrix`, out [>= rows, K].
         """
@@ -179,6 +199,10 @@ class Backend(ABC):
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
         """out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight. x, out [>= rows, K]; weight [K]."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
+        """out[r] += what `rms_norm` makes of x[r] (a norm after a sublayer). Both are float32 and no activations."""
 
     @abstractmethod
     def linear(
@@ -190,15 +214,62 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def gated_linear(self, x: Array, weight: Weight, out: Array, rows: int) -> None:
-        """out[r] = silu(x[r] @ gate.T) * (x[r] @ up.T). x [>= rows, K]; weight from `load_gated`; out [>= rows, N]."""
+    def gated_linear(
+        self,
+        x: Array,
+        weight: Weight,
+        out: Array,
+        rows: int,
+        *,
+        activation: Activation = "silu",
+        bias: Array | None = None,
+    ) -> None:
+        """out[r] = silu(x[r] @ gate.T) * (x[r] @ up.T), or another activation.
+
+        x [>= rows, K]; weight from `load_gated`; out [>= rows, N]; bias [2 N]: of the gate, then of the up.
+        """
+
+    @abstractmethod
+    def route(
+        self,
+        x: Array,
+        router: Array,
+        rule: RouterRule,
+        expert_ids: Array,
+        shares: Array,
+        rows: int,
+        *,
+        bias: Array | None = None,
+        choice_bias: Array | None = None,
+    ) -> None:
+        """Choose each row's experts by the logits x[r] @ router.T (+ bias), in float32; see `RouterRule`.
+
+        x [>= rows, K]; router [experts, K]; bias, choice_bias [experts]; expert_ids int32 and shares
+        [>= rows, experts_per_token], the best first.
+        """
+
+    @abstractmethod
+    def expert_mlp(self, x: Array, experts: Weight, expert_ids: Array, shares: Array, out: Array, rows: int) -> None:
+        """out[r] += sum over j, ascending, of shares[r, j] * (down_e @ activation(gate_e @ x[r], up_e @ x[r])), with
+        e = expert_ids[r, j] and the biases where there are. The sum is a chain of float32 fma from zero, and is added
+        to out[r] once.
+
+        x [>= rows, K]; experts from `load_experts`; expert_ids int32 and shares [>= rows, chosen]; out [>= rows, K].
+        """
+
+    @abstractmethod
+    def add_gated(self, x: Array, gate: Array, y: Array, out: Array, rows: int) -> None:
+        """out[r] += sigmoid(x[r] . gate) * y[r] (a shared expert's gate).
+
+        x [>= rows, K]; gate [K]; y, out [>= rows, N], float32 and no activations.
+        """
 
     @abstractmethod
     def rope_kv_write(
         self,
         qkv: Array,
         rows: Rows,
-        rope: RopeTable,
+        rope: RopeTable | None,
         cache: KVCache,
         layer: int,
         *,
@@ -209,16 +280,39 @@ class Backend(ABC):
         """Turn the queries and keys of qkv in place and write keys and values to the cache at `rows.slots`.
 
         qkv [>= rows.count, (Hq + 2 Hkv) * D]: the query heads, the key heads, the value heads. With `q_norm` and
-        `k_norm` [D] each query and key head is first RMS-normalised over D (Qwen3).
+        `k_norm` [D] each query and key head is first RMS-normalised over D (Qwen3); with q_norm [Hq * D] and k_norm
+        [Hkv * D] all queries, and all keys, of a row are normalised as one vector (OLMoE). Without a rope nothing
+        turns.
         """
 
     @abstractmethod
-    def paged_attention(self, qkv: Array, rows: Rows, cache: KVCache, layer: int, scale: float, out: Array) -> None:
+    def paged_attention(
+        self,
+        qkv: Array,
+        rows: Rows,
+        cache: KVCache,
+        layer: int,
+        scale: float,
+        out: Array,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+    ) -> None:
         """Causal attention of each row's query heads over positions 0..its own of its sequence.
 
         qkv as `rope_kv_write` left it; out [>= rows.count, Hq * D]; query head h reads KV head h // (Hq // Hkv). A row
         of position p needs the keys and values of positions 0..p written, those of this step's rows included.
+
+        Args:
+            window: From 1: only the last `window` positions, the row's own included, are attended to.
+            softcap: Above 0: a score s becomes softcap * tanh(s / softcap).
+            sinks: [Hq], a logit a head that takes part in the softmax's sum and has no value (gpt-oss).
         """
+
+    @abstractmethod
+    def soft_cap(self, x: Array, cap: float, rows: int) -> None:
+        """x[r] = cap * tanh(x[r] / cap), in place, a float32 array and no activations."""
 
     @abstractmethod
     def gather_rows(self, x: Array, indices: Array, out: Array, count: int) -> None:

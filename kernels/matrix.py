@@ -25,6 +25,8 @@ class GroupedMatrix:
         scale: float16 or float32 [N, K // group_size]. float16 whenever that holds the source's scales and minimums
             exactly; float32 otherwise (K-quants multiply two of them), so that the weights are the source's own.
         minimum: Of the same dtype and shape as `scale`. A source with zero points has `minimum = -scale * zero`.
+        input_order: int32 [K], a permutation: column j is input channel input_order[j], and a group is a run of
+            columns. None: the columns are in order. (GPTQ's act-order puts channels of like importance in one group.)
     """
 
     bits: int
@@ -32,6 +34,7 @@ class GroupedMatrix:
     q: NDArray[np.uint8]
     scale: NDArray[np.float16] | NDArray[np.float32]
     minimum: NDArray[np.float16] | NDArray[np.float32]
+    input_order: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         assert self.bits in (4, 8), self.bits
@@ -42,6 +45,9 @@ class GroupedMatrix:
         assert self.scale.dtype in (np.float16, np.float32), self.scale.dtype
         assert self.minimum.shape == self.scale.shape, (self.minimum.shape, self.scale.shape)
         assert self.minimum.dtype == self.scale.dtype, (self.minimum.dtype, self.scale.dtype)
+        if self.input_order is not None:
+            assert self.input_order.dtype == np.int32, self.input_order.dtype
+            assert self.input_order.shape == (groups * self.group_size,), self.input_order.shape
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,7 +60,7 @@ class GroupedMatrix:
         return self.q.nbytes + self.scale.nbytes + self.minimum.nbytes
 
     def integers(self) -> NDArray[np.uint8]:
-        """The integers unpacked, uint8 [N, K]."""
+        """The integers unpacked, uint8 [N, K], in the order of the columns."""
         if self.bits == 8:
             return self.q
         out = np.empty((self.q.shape[0], self.q.shape[1] * 2), np.uint8)
@@ -63,12 +69,17 @@ class GroupedMatrix:
         return out
 
     def dequantize(self) -> NDArray[np.float32]:
-        """float32 [N, K]: the weights, for tests and references; the engine never calls it."""
+        """float32 [N, K]: the weights by input channel, for tests and references; the engine never calls it."""
         n, k = self.shape
         q = self.integers().astype(np.float32).reshape(n, -1, self.group_size)
         scale = self.scale.astype(np.float32)[:, :, None]
         minimum = self.minimum.astype(np.float32)[:, :, None]
-        return (q * scale + minimum).reshape(n, k)
+        columns = (q * scale + minimum).reshape(n, k)
+        if self.input_order is None:
+            return columns
+        weights = np.empty_like(columns)
+        weights[:, self.input_order] = columns
+        return weights
 
 
 def pack_nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:

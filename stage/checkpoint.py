@@ -14,15 +14,18 @@ from shardline.stage.spec import ModelSpec
 
 
 class Checkpoint(Protocol):
-    """An open model file. Opening reads headers only; `matrix` and `vector` read one tensor each.
+    """An open model file or folder. Opening reads headers only; `matrix` and `vector` read one tensor each.
 
-    Matrix roles: "embed" and "head" (layer None); "q", "k", "v", "o", "gate", "up", "down" (a layer).
-    Vector roles: "final_norm", "rope_factors" (layer None); "attention_norm", "mlp_norm", "q_bias", "k_bias", "v_bias",
-    "q_norm", "k_norm" (a layer).
+    `roles` lists the roles of a layer's tensors, and their shapes.
     """
 
     path: Path
     spec: ModelSpec
+
+    @property
+    def text_folder(self) -> Path | None:
+        """The folder with the tokenizer's files; None when `metadata` has the tokenizer."""
+        ...
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -36,15 +39,16 @@ class Checkpoint(Protocol):
         ...
 
     def matrix_bytes(self, role: str, layer: int | None) -> int:
-        """What `GroupedMatrix.nbytes` of that matrix will be, from the header alone."""
+        """What `GroupedMatrix.nbytes` of that matrix will be, from the header alone; in an expert role, of all."""
         ...
 
-    def matrix(self, role: str, layer: int | None) -> GroupedMatrix:
-        """One matrix, mapped exactly. "head" gives the embedding matrix when they are tied."""
+    def matrix(self, role: str, layer: int | None, expert: int | None = None) -> GroupedMatrix:
+        """One matrix, mapped exactly. "head" gives the embedding matrix when they are tied. `expert`: for an expert
+        role, which one."""
         ...
 
     def vector(self, role: str, layer: int | None) -> NDArray[np.float32]:
-        """One vector, float32."""
+        """One float tensor, float32, in the shape that `roles.vector_shapes` says."""
         ...
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardline.kernels import Array, Backend, KVLayout, RopeTable, Rows, Weight
 from shardline.stage.checkpoint import Checkpoint
 from shardline.stage.rope import rope_tables
-from shardline.stage.spec import ModelSpec, StageSpec
+from shardline.stage.spec import ModelSpec, RopeSpec, StageSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Decoder:
                 sequences=backend.empty((rows,), "int32"),
                 block_tables=backend.empty((share.max_sequences, self.max_blocks), "int32"),
             )
-            self._rope = _load_rope(checkpoint, max_positions, backend)
+            self._ropes = [_load_rope(rope, max_positions, share.max_context, backend) for rope in model.ropes]
             self._cache = backend.allocate_kv(
                 KVLayout(
                     num_layers=share.num_layers,
@@ -158,7 +158,7 @@ class Decoder:
             backend.rope_kv_write(
                 self._qkv,
                 rows,
-                self._rope,
+                self._ropes[0],
                 self._cache,
                 index,
                 q_norm=layer.q_norm,
@@ -201,8 +201,6 @@ def _load_layer(model: ModelSpec, checkpoint: Checkpoint, layer: int, backend: B
     )
 
 
-def _load_rope(checkpoint: Checkpoint, positions: int, backend: Backend) -> RopeTable:
-    rope = checkpoint.spec.rope
-    factors = checkpoint.vector("rope_factors", None) if rope.has_frequency_factors else None
-    cos, sin = rope_tables(rope, positions, factors)
+def _load_rope(rope: RopeSpec, positions: int, max_context: int, backend: Backend) -> RopeTable:
+    cos, sin = rope_tables(rope, positions, max_context)
     return RopeTable(backend.upload(cos), backend.upload(sin), rope.interleaved)

@@ -10,21 +10,22 @@ from shardline.stage.spec import RopeSpec
 _SPAN = 256
 
 
-def rope_tables(
-    rope: RopeSpec, positions: int, factors: NDArray[np.float32] | None
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin, float32 [positions, rotary_dim / 2], of position / factor * base^(-2i / rotary_dim) / factors[i].
+def rope_tables(rope: RopeSpec, positions: int, max_context: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """cos and sin, float32 [positions, rotary_dim / 2], of position * base^(-2i / rotary_dim) / factors[i].
+
+    max_context: The engine's, which says which of two sets of factors holds.
 
     The math libraries of two hosts may differ in a float64's last bit, and then now and then in the float32 that it
     rounds to; two stages of one model must not. So the angles are taken in extended precision, of two short ranges of
     positions, and joined by the addition theorems: what reaches float32 is far more exact than it can show.
     """
     channels = np.arange(rope.rotary_dim // 2, dtype=np.longdouble)
-    frequencies = np.longdouble(rope.base) ** (-2 * channels / rope.rotary_dim)
+    frequencies: NDArray[np.longdouble] = np.longdouble(rope.base) ** (-2 * channels / rope.rotary_dim)
+    is_long = rope.long_factors is not None and max_context > rope.original_context
+    factors = rope.long_factors if is_long else rope.factors
     if factors is not None:
-        frequencies = frequencies / factors
-    if rope.scaling == "linear":
-        frequencies = frequencies / np.longdouble(rope.factor)
+        frequencies = frequencies / np.array(factors, np.longdouble)
+    scale = np.longdouble(rope.attention_factor)
     fine = np.arange(_SPAN, dtype=np.longdouble)[:, None] * frequencies
     cos_fine, sin_fine = np.cos(fine), np.sin(fine)
     cos = np.empty((positions, len(frequencies)), np.float32)
@@ -34,6 +35,6 @@ def rope_tables(
         coarse = np.longdouble(start) * frequencies
         cos_coarse, sin_coarse = np.cos(coarse), np.sin(coarse)
         c, s = cos_fine[: end - start], sin_fine[: end - start]
-        cos[start:end] = cos_coarse * c - sin_coarse * s
-        sin[start:end] = sin_coarse * c + cos_coarse * s
+        cos[start:end] = (cos_coarse * c - sin_coarse * s) * scale
+        sin[start:end] = (sin_coarse * c + cos_coarse * s) * scale
     return cos, sin

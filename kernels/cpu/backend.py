@@ -11,7 +11,7 @@ import platform
 import struct
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +25,8 @@ from shardline.kernels.cpu.attention import attention_scratch_bytes
 from shardline.kernels.cpu.executor import RECORD_WORDS, Team
 from shardline.kernels.cpu.jit import Operation, target_features
 from shardline.kernels.cpu.resident import GatedMatrix, Matrix, aligned_empty, aligned_zeros, pack
-from shardline.kernels.errors import UnsupportedProcessorError
+from shardline.kernels.errors import UnsupportedOperationError, UnsupportedProcessorError
+from shardline.kernels.experts import Activation, Expert, RouterRule
 from shardline.kernels.matrix import GroupedMatrix
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
@@ -207,7 +208,9 @@ class CpuBackend(Backend):
     def begin_step(self, rows: Rows, cache: KVCache, query_heads: int) -> None:
         pass  # the attention of this backend shares nothing between layers
 
-    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int) -> None:
+    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int, *, scale: float = 1.0) -> None:
+        if scale != 1.0:
+            raise UnsupportedOperationError("scaled embeddings", self.name)
         checks.embedding(token_ids, weight.channels, weight.inputs, out, rows)
         self._enqueue(
             linear.embedding,
@@ -248,7 +251,18 @@ class CpuBackend(Backend):
                 (x, weight, out, bias, self._workspace),
             )
 
-    def gated_linear(self, x: Array, weight: Weight, out: Array, rows: int) -> None:
+    def gated_linear(
+        self,
+        x: Array,
+        weight: Weight,
+        out: Array,
+        rows: int,
+        *,
+        activation: Activation = "silu",
+        bias: Array | None = None,
+    ) -> None:
+        if activation != "silu" or bias is not None:
+            raise UnsupportedOperationError(f"an MLP with {activation} or biases", self.name)
         checks.linear(x, weight.channels, weight.inputs, out, rows, None)
         assert isinstance(weight.matrix, GatedMatrix), "gated_linear wants a weight of load_gated"
         gate, up = weight.parts
@@ -272,7 +286,7 @@ class CpuBackend(Backend):
         self,
         qkv: Array,
         rows: Rows,
-        rope: RopeTable,
+        rope: RopeTable | None,
         cache: KVCache,
         layer: int,
         *,
@@ -280,6 +294,8 @@ class CpuBackend(Backend):
         k_norm: Array | None = None,
         eps: float = 0.0,
     ) -> None:
+        if rope is None:
+            raise UnsupportedOperationError("layers without rotation", self.name)
         checks.rope_kv_write(qkv, rows, rope, cache.layout, layer, q_norm, k_norm)
         half = cache.layout.dtype == "float16"
         self._enqueue(
@@ -304,7 +320,21 @@ class CpuBackend(Backend):
             (qkv, rows, rope, cache, q_norm, k_norm),
         )
 
-    def paged_attention(self, qkv: Array, rows: Rows, cache: KVCache, layer: int, scale: float, out: Array) -> None:
+    def paged_attention(
+        self,
+        qkv: Array,
+        rows: Rows,
+        cache: KVCache,
+        layer: int,
+        scale: float,
+        out: Array,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+    ) -> None:
+        if window or softcap or sinks is not None:
+            raise UnsupportedOperationError("sliding windows, soft caps or attention sinks", self.name)
         checks.paged_attention(qkv, rows, cache.layout, layer, out)
         half = cache.layout.dtype == "float16"
         self._enqueue(
@@ -327,6 +357,43 @@ class CpuBackend(Backend):
             ),
             (qkv, rows, cache, out, self._attention_scratch),
         )
+
+    def load_experts(
+        self,
+        experts: Iterable[Expert],
+        *,
+        activation: Activation = "silu",
+        gate_bias: Array | None = None,
+        up_bias: Array | None = None,
+        down_bias: Array | None = None,
+    ) -> Weight:
+        raise UnsupportedOperationError("a mixture of experts", self.name)
+
+    def add_rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
+        raise UnsupportedOperationError("a norm after a sublayer", self.name)
+
+    def route(
+        self,
+        x: Array,
+        router: Array,
+        rule: RouterRule,
+        expert_ids: Array,
+        shares: Array,
+        rows: int,
+        *,
+        bias: Array | None = None,
+        choice_bias: Array | None = None,
+    ) -> None:
+        raise UnsupportedOperationError("a mixture of experts", self.name)
+
+    def expert_mlp(self, x: Array, experts: Weight, expert_ids: Array, shares: Array, out: Array, rows: int) -> None:
+        raise UnsupportedOperationError("a mixture of experts", self.name)
+
+    def add_gated(self, x: Array, gate: Array, y: Array, out: Array, rows: int) -> None:
+        raise UnsupportedOperationError("a mixture of experts", self.name)
+
+    def soft_cap(self, x: Array, cap: float, rows: int) -> None:
+        raise UnsupportedOperationError("a soft cap", self.name)
 
     def gather_rows(self, x: Array, indices: Array, out: Array, count: int) -> None:
         checks.gather_rows(x, indices, out, count)

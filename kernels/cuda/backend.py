@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +19,8 @@ from shardline.kernels.cuda import tables, weights
 from shardline.kernels.cuda.device import OLDEST_ARCH
 from shardline.kernels.cuda.modules import Launcher, Modules
 from shardline.kernels.cuda.pack import pad_to
+from shardline.kernels.errors import UnsupportedOperationError
+from shardline.kernels.experts import Activation, Expert, RouterRule
 from shardline.kernels.matrix import GroupedMatrix
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
@@ -221,7 +223,9 @@ class CudaBackend(Backend):
             HEAD_DIM=cache.layout.head_dim,
         )
 
-    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int) -> None:
+    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int, *, scale: float = 1.0) -> None:
+        if scale != 1.0:
+            raise UnsupportedOperationError("scaled embeddings", self.name)
         checks.embedding(token_ids, weight.channels, weight.inputs, out, rows)
         (part,) = weight.parts
         arguments = (token_ids, part.integers, part.scale, part.minimum, out, _int(weight.inputs), _int(part.blocks))
@@ -242,7 +246,18 @@ class CudaBackend(Backend):
         checks.table("out", out, rows, weight.channels)
         self._multiply(x, weight, out, rows, bias, accumulate)
 
-    def gated_linear(self, x: Array, weight: Weight, out: Array, rows: int) -> None:
+    def gated_linear(
+        self,
+        x: Array,
+        weight: Weight,
+        out: Array,
+        rows: int,
+        *,
+        activation: Activation = "silu",
+        bias: Array | None = None,
+    ) -> None:
+        if activation != "silu" or bias is not None:
+            raise UnsupportedOperationError(f"an MLP with {activation} or biases", self.name)
         assert weight.gated, "gated_linear wants a weight of load_gated"
         self._multiply(x, weight, out.values, rows, None, False, out.largest)
         self._launch(
@@ -266,7 +281,7 @@ class CudaBackend(Backend):
         self,
         qkv: Array,
         rows: Rows,
-        rope: RopeTable,
+        rope: RopeTable | None,
         cache: KVCache,
         layer: int,
         *,
@@ -274,6 +289,8 @@ class CudaBackend(Backend):
         k_norm: Array | None = None,
         eps: float = 0.0,
     ) -> None:
+        if rope is None:
+            raise UnsupportedOperationError("layers without rotation", self.name)
         layout = cache.layout
         query_heads = checks.heads(qkv, rows, layout, layer)
         norm = q_norm if q_norm is not None else rope.cos  # never read without norms
@@ -302,7 +319,21 @@ class CudaBackend(Backend):
             NORMS=int(q_norm is not None),
         )
 
-    def paged_attention(self, qkv: Array, rows: Rows, cache: KVCache, layer: int, scale: float, out: Array) -> None:
+    def paged_attention(
+        self,
+        qkv: Array,
+        rows: Rows,
+        cache: KVCache,
+        layer: int,
+        scale: float,
+        out: Array,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+    ) -> None:
+        if window or softcap or sinks is not None:
+            raise UnsupportedOperationError("sliding windows, soft caps or attention sinks", self.name)
         layout = cache.layout
         group = checks.heads(qkv, rows, layout, layer) // layout.num_kv_heads
         assert group <= 16, f"{group} query heads share a KV head; at most 16 may"
@@ -345,6 +376,43 @@ class CudaBackend(Backend):
         )
         if head_dim % 32:
             self._make_fragments(out, rows.count, unit=True)
+
+    def load_experts(
+        self,
+        experts: Iterable[Expert],
+        *,
+        activation: Activation = "silu",
+        gate_bias: Array | None = None,
+        up_bias: Array | None = None,
+        down_bias: Array | None = None,
+    ) -> Weight:
+        raise UnsupportedOperationError("a mixture of experts", self.name)
+
+    def add_rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
+        raise UnsupportedOperationError("a norm after a sublayer", self.name)
+
+    def route(
+        self,
+        x: Array,
+        router: Array,
+        rule: RouterRule,
+        expert_ids: Array,
+        shares: Array,
+        rows: int,
+        *,
+        bias: Array | None = None,
+        choice_bias: Array | None = None,
+    ) -> None:
+        raise UnsupportedOperationError("a mixture of experts", self.name)
+
+    def expert_mlp(self, x: Array, experts: Weight, expert_ids: Array, shares: Array, out: Array, rows: int) -> None:
+        raise UnsupportedOperationError("a mixture of experts", self.name)
+
+    def add_gated(self, x: Array, gate: Array, y: Array, out: Array, rows: int) -> None:
+        raise UnsupportedOperationError("a mixture of experts", self.name)
+
+    def soft_cap(self, x: Array, cap: float, rows: int) -> None:
+        raise UnsupportedOperationError("a soft cap", self.name)
 
     def gather_rows(self, x: Array, indices: Array, out: Array, count: int) -> None:
         checks.gather_rows(x, indices, out, count)

@@ -11,9 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardline.stage.gguf.blocks import FLOAT_TYPES, FORMATS
 from shardline.stage.gguf.header import TensorInfo, shown
-from shardline.stage.spec import ModelSpec, RopeSpec
+from shardline.stage.roles import matrix_shapes, vector_shapes
+from shardline.stage.spec import LayerSpec, ModelSpec, RopeSpec
+
+ReadFloats = Callable[[TensorInfo], NDArray[np.float32]]
 
 MAX_CONTEXT = 1 << 24
 MAX_SIZE = 1 << 24
@@ -49,8 +55,8 @@ _MODEL_TENSORS = {
     "embed": "token_embd.weight",
     "head": "output.weight",
     "final_norm": "output_norm.weight",
-    "rope_factors": "rope_freqs.weight",
 }
+_ROPE_FACTORS = "rope_freqs.weight"
 _LAYER_TENSORS = {
     "attention_norm": "attn_norm.weight",
     "q": "attn_q.weight",
@@ -137,8 +143,8 @@ class _Keys:
                 )
 
 
-def read_spec(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> ModelSpec:
-    """The model that a file holds. Raises UnsupportedError."""
+def read_spec(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], read_floats: ReadFloats) -> ModelSpec:
+    """The model that a file holds. `read_floats` reads a small tensor of a float type. Raises UnsupportedError."""
     _refuse_other_files(metadata)
     name = metadata.get("general.architecture")
     if name is None:
@@ -191,9 +197,10 @@ def read_spec(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
         vocab_size=vocab_size,
         context_length=context_length,
         norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(keys, architecture, head_dim, tensor_name("rope_factors", None) in tensors),
+        layers=(LayerSpec(),) * num_layers,
+        ropes=(_rope(keys, architecture, head_dim, tensors, read_floats),),
         qkv_bias=qkv_bias,
-        qk_norm=architecture.qk_norm,
+        qk_norm="head" if architecture.qk_norm else None,
         tied_embeddings=tensor_name("head", None) not in tensors,
     )
     _refuse_other_arithmetic(keys, spec)
@@ -215,7 +222,13 @@ def _refuse_other_files(metadata: Mapping[str, Any]) -> None:
         raise UnsupportedError("general.quantization_version", f"{shown(version)} is not supported; 2 is")
 
 
-def _rope(keys: _Keys, architecture: Architecture, head_dim: int, has_factors: bool) -> RopeSpec:
+def _rope(
+    keys: _Keys,
+    architecture: Architecture,
+    head_dim: int,
+    tensors: Mapping[str, TensorInfo],
+    read_floats: ReadFloats,
+) -> RopeSpec:
     rotary_dim = keys.size("rope.dimension_count", head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise UnsupportedError(
@@ -234,14 +247,25 @@ def _rope(keys: _Keys, architecture: Architecture, head_dim: int, has_factors: b
             keys.name("rope.scaling.type"),
             f"{shown(scaling)} is not supported; none, linear and the factors of a tensor rope_freqs.weight are",
         )
-    return RopeSpec(
-        base=keys.number("rope.freq_base", 10000.0),
-        rotary_dim=rotary_dim,
-        interleaved=architecture.interleaved,
-        scaling=scaling,
-        factor=factor if scaling == "linear" else 1.0,
-        has_frequency_factors=has_factors,
-    )
+    factors = _frequency_factors(tensors.get(_ROPE_FACTORS), rotary_dim // 2, read_floats)
+    if scaling == "linear" and factor != 1.0:
+        factors = tuple(value * factor for value in factors or (1.0,) * (rotary_dim // 2))
+    return RopeSpec(keys.number("rope.freq_base", 10000.0), rotary_dim, architecture.interleaved, factors)
+
+
+def _frequency_factors(info: TensorInfo | None, count: int, read_floats: ReadFloats) -> tuple[float, ...] | None:
+    """Llama 3's scaling as GGUF has it: a tensor that divides each frequency."""
+    if info is None:
+        return None
+    if info.shape != (count,) or info.kind not in FLOAT_TYPES:
+        raise UnsupportedError(
+            f"tensor {info.name}",
+            f"has shape {list(info.shape)} and type {info.kind.name}; the model's keys say [{count}] floats",
+        )
+    factors = tuple(float(value) for value in read_floats(info))
+    if not all(0 < value < math.inf for value in factors):
+        raise UnsupportedError(f"tensor {info.name}", "an element is not a finite number above zero")
+    return factors
 
 
 def _refuse_other_arithmetic(keys: _Keys, spec: ModelSpec) -> None:
@@ -278,61 +302,27 @@ def _refuse_other_arithmetic(keys: _Keys, spec: ModelSpec) -> None:
     keys.refuse_unread()
 
 
-def matrix_shapes(spec: ModelSpec, layer: int | None) -> dict[str, tuple[int, int]]:
-    """Role -> (N, K) of a layer's matrices, or (None) of the model's own."""
-    if layer is None:
-        shape = (spec.vocab_size, spec.hidden_size)
-        return {"embed": shape} if spec.tied_embeddings else {"embed": shape, "head": shape}
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return {
-        "q": (queries, spec.hidden_size),
-        "k": (keys, spec.hidden_size),
-        "v": (keys, spec.hidden_size),
-        "o": (spec.hidden_size, queries),
-        "gate": (spec.intermediate_size, spec.hidden_size),
-        "up": (spec.intermediate_size, spec.hidden_size),
-        "down": (spec.hidden_size, spec.intermediate_size),
-    }
-
-
-def vector_sizes(spec: ModelSpec, layer: int | None) -> dict[str, int]:
-    """Role -> length of a layer's vectors, or (None) of the model's own."""
-    if layer is None:
-        sizes = {"final_norm": spec.hidden_size}
-        if spec.rope.has_frequency_factors:
-            sizes["rope_factors"] = spec.rope.rotary_dim // 2
-        return sizes
-    sizes = {"attention_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
-    if spec.qkv_bias:
-        keys = spec.num_kv_heads * spec.head_dim
-        sizes |= {"q_bias": spec.num_heads * spec.head_dim, "k_bias": keys, "v_bias": keys}
-    if spec.qk_norm:
-        sizes |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
-    return sizes
-
-
 def _check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> None:
     """Every tensor that the model needs is there in its shape and a supported type, and no other."""
-    unread = dict(tensors)
+    unread = {name: info for name, info in tensors.items() if name != _ROPE_FACTORS}
     for layer in (None, *range(spec.num_layers)):
-        for role, shape in (matrix_shapes(spec, layer) | vector_sizes(spec, layer)).items():
+        for role, shape in (matrix_shapes(spec, layer) | vector_shapes(spec, layer)).items():
             name = tensor_name(role, layer)
             info = unread.pop(name, None)
             if info is None:
                 raise UnsupportedError(f"tensor {name}", "is missing")
-            is_matrix = isinstance(shape, tuple)
-            wanted: tuple[int, ...] = shape if isinstance(shape, tuple) else (shape,)
-            if info.shape != wanted:
+            if info.shape != shape:
                 raise UnsupportedError(
-                    f"tensor {name}", f"has shape {list(info.shape)}; the model's keys say {list(wanted)}"
+                    f"tensor {name}", f"has shape {list(info.shape)}; the model's keys say {list(shape)}"
                 )
+            is_matrix = role in matrix_shapes(spec, layer)
             supported = (*FLOAT_TYPES, *FORMATS) if is_matrix else FLOAT_TYPES
             if info.kind not in supported:
                 raise UnsupportedError(
                     f"tensor {name}",
                     f"type {info.kind.name} is not supported here; {', '.join(kind.name for kind in supported)} are",
                 )
-            if is_matrix and wanted[1] % 32:
-                raise UnsupportedError(f"tensor {name}", f"has rows of {wanted[1]} elements, not a multiple of 32")
+            if is_matrix and shape[1] % 32:
+                raise UnsupportedError(f"tensor {name}", f"has rows of {shape[1]} elements, not a multiple of 32")
     for name in unread:
         raise UnsupportedError(f"tensor {shown(name)}", f"is not part of a {spec.architecture} model that is supported")

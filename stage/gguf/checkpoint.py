@@ -56,12 +56,17 @@ class GgufCheckpoint:
                 raise CheckpointError(path, "file", "is not a regular file")
             self._header = read_header(path, self._descriptor, status.st_size)
             try:
-                self.spec = read_spec(self._header.metadata, self._header.tensors)
+                self.spec = read_spec(self._header.metadata, self._header.tensors, self._floats)
             except UnsupportedError as error:
                 raise CheckpointError(path, error.field, error.problem) from None
         except BaseException:
             self.close()
             raise
+
+    @property
+    def text_folder(self) -> Path | None:
+        """See `Checkpoint`."""
+        return None
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -86,8 +91,9 @@ class GgufCheckpoint:
         n, k = info.shape
         return format_of(info.kind).nbytes((n, k))
 
-    def matrix(self, role: str, layer: int | None) -> GroupedMatrix:
+    def matrix(self, role: str, layer: int | None, expert: int | None = None) -> GroupedMatrix:
         """See `Checkpoint`. Matrices of float types are quantized to 8 bits, with a warning."""
+        assert expert is None, expert
         info = self._info(role, layer)
         if info.kind in FLOAT_TYPES and not self._told_of_floats:
             self._told_of_floats = True
@@ -106,17 +112,19 @@ class GgufCheckpoint:
 
     def vector(self, role: str, layer: int | None) -> NDArray[np.float32]:
         """See `Checkpoint`."""
-        info = self._info(role, layer)
-        values = to_float32(np.concatenate(list(self._pieces(info)), axis=1)[0], info.kind)
-        if not np.isfinite(values).all():
-            raise CheckpointError(self.path, f"tensor {shown(info.name)}", "an element is not a finite number")
-        return values
+        return self._floats(self._info(role, layer))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _floats(self, info: TensorInfo) -> NDArray[np.float32]:
+        values = to_float32(np.concatenate(list(self._pieces(info))), info.kind).reshape(info.shape)
+        if not np.isfinite(values).all():
+            raise CheckpointError(self.path, f"tensor {shown(info.name)}", "an element is not a finite number")
+        return values
 
     def _info(self, role: str, layer: int | None) -> TensorInfo:
         if role == "head" and self.spec.tied_embeddings:

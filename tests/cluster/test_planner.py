@@ -14,7 +14,7 @@ from shardline.cluster.planning.partition import Partition, Share, slack
 from shardline.cluster.planning.placement import Device, ModelBytes, PipelinePlan, Wanted
 from shardline.cluster.planning.planner import plan_pipeline
 from shardline.cluster.planning.stage_costs import StageCosts, workspace_bytes
-from shardline.stage import ModelSpec, RopeSpec
+from shardline.stage import LayerSpec, ModelSpec, RopeSpec
 
 MIB = 2**20
 
@@ -31,9 +31,8 @@ def make_model(num_layers: int, **changes: object) -> ModelSpec:
         vocab_size=512,
         context_length=2048,
         norm_eps=1e-5,
-        rope=RopeSpec(base=1e4, rotary_dim=16, interleaved=True),
-        qkv_bias=False,
-        qk_norm=False,
+        layers=(LayerSpec(),) * num_layers,
+        ropes=(RopeSpec(base=1e4, rotary_dim=16, interleaved=True),),
         tied_embeddings=True,
     )
     return replace(model, **changes)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from shardline.stage import CheckpointError, ModelSpec, RopeSpec, open_checkpoint
+from shardline.stage import CheckpointError, LayerSpec, ModelSpec, RopeSpec, open_checkpoint
 
 
 def spec_of(path) -> ModelSpec:
@@ -27,18 +27,17 @@ def test_the_real_model(smollm2):
         vocab_size=49152,
         context_length=8192,
         norm_eps=float(np.float32(1e-5)),
-        rope=RopeSpec(base=100000.0, rotary_dim=64, interleaved=True),
-        qkv_bias=False,
-        qk_norm=False,
+        layers=(LayerSpec(),) * 30,
+        ropes=(RopeSpec(base=100000.0, rotary_dim=64, interleaved=True),),
         tied_embeddings=True,
     )
 
 
 def test_families_differ_as_they_should(tiny_model):
     llama, qwen2, qwen3 = (spec_of(tiny_model(name)) for name in ("llama", "qwen2", "qwen3"))
-    assert (llama.rope.interleaved, llama.qkv_bias, llama.qk_norm) == (True, False, False)
-    assert (qwen2.rope.interleaved, qwen2.qkv_bias, qwen2.qk_norm) == (False, True, False)
-    assert (qwen3.rope.interleaved, qwen3.qkv_bias, qwen3.qk_norm) == (False, False, True)
+    assert (llama.ropes[0].interleaved, llama.qkv_bias, llama.qk_norm) == (True, False, None)
+    assert (qwen2.ropes[0].interleaved, qwen2.qkv_bias, qwen2.qk_norm) == (False, True, None)
+    assert (qwen3.ropes[0].interleaved, qwen3.qkv_bias, qwen3.qk_norm) == (False, False, "head")
     assert spec_of(tiny_model("llama", bias=True)).qkv_bias
     assert llama.tied_embeddings
     assert not spec_of(tiny_model("qwen2", tied=False)).tied_embeddings
@@ -58,25 +57,25 @@ def test_defaults(tiny_model):
     """Keys that files leave out: the heads' size, the KV heads, the rotary size and base."""
     left_out = ("attention.key_length", "attention.value_length", "attention.head_count_kv", "rope.freq_base")
     spec = spec_of(tiny_model(kv_heads=4, keys={f"llama.{key}": None for key in left_out}))
-    assert (spec.head_dim, spec.num_kv_heads, spec.rope.rotary_dim, spec.rope.base) == (16, 4, 16, 10000.0)
+    assert (spec.head_dim, spec.num_kv_heads, spec.ropes[0].rotary_dim, spec.ropes[0].base) == (16, 4, 16, 10000.0)
 
 
 @pytest.mark.parametrize(
-    ("keys", "scaling", "factor"),
+    ("keys", "factor"),
     [
-        ({}, "none", 1.0),
-        ({"rope.scaling.type": "none"}, "none", 1.0),
-        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "none", 1.0),
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, "linear", 4.0),
-        ({"rope.scaling.factor": 4.0}, "linear", 4.0),
-        ({"rope.scale_linear": 2.0}, "linear", 2.0),
-        ({"rope.scaling.factor": 0.0}, "none", 1.0),
-        ({"rope.scaling.factor": 1.0}, "none", 1.0),
+        ({}, None),
+        ({"rope.scaling.type": "none"}, None),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scale_linear": 2.0}, 2.0),
+        ({"rope.scaling.factor": 0.0}, None),
+        ({"rope.scaling.factor": 1.0}, None),
     ],
 )
-def test_rope_scaling(tiny_model, keys, scaling, factor):
-    rope = spec_of(tiny_model(keys={f"llama.{key}": value for key, value in keys.items()})).rope
-    assert (rope.scaling, rope.factor, rope.has_frequency_factors) == (scaling, factor, False)
+def test_rope_scaling(tiny_model, keys, factor):
+    rope = spec_of(tiny_model(keys={f"llama.{key}": value for key, value in keys.items()})).ropes[0]
+    assert rope.factors == (None if factor is None else (factor,) * 8)
 
 
 def test_an_attention_scale_in_float32_is_the_usual_one(tiny_model):
@@ -85,7 +84,11 @@ def test_an_attention_scale_in_float32_is_the_usual_one(tiny_model):
 
 
 def test_rope_factors(tiny_model):
-    assert spec_of(tiny_model(rope_factors=True)).rope.has_frequency_factors
+    factors = spec_of(tiny_model(rope_factors=True)).ropes[0].factors
+    assert factors is not None
+    assert len(factors) == 8
+    assert min(factors) >= 1
+    assert len(set(factors)) == 8
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from shardline.stage import CheckpointError, open_checkpoint
-from shardline.stage.gguf.architectures import matrix_shapes, vector_sizes
+from shardline.stage import CheckpointError, matrix_shapes, open_checkpoint, vector_shapes
 from shardline.stage.gguf.header import HEADER_LIMIT, read_header
 
 VOCAB = 20
@@ -67,7 +66,7 @@ def read_all(path: Path) -> None:
             for role in matrix_shapes(checkpoint.spec, layer):
                 matrix = checkpoint.matrix(role, layer)
                 assert np.isfinite(matrix.scale).all()
-            for role in vector_sizes(checkpoint.spec, layer):
+            for role in vector_shapes(checkpoint.spec, layer):
                 checkpoint.vector(role, layer)
     finally:
         checkpoint.close()
