@@ -257,11 +257,10 @@ def _frequency_factors(info: TensorInfo | None, count: int, read_floats: ReadFlo
     """Llama 3's scaling as GGUF has it: a tensor that divides each frequency."""
     if info is None:
         return None
-    if info.shape != (count,) or info.kind not in FLOAT_TYPES:
-        raise UnsupportedError(
-            f"tensor {info.name}",
-            f"has shape {list(info.shape)} and type {info.kind.name}; the model's keys say [{count}] floats",
-        )
+    if info.shape != (count,):
+        raise UnsupportedError(f"tensor {info.name}", f"has shape {list(info.shape)}; the model's keys say {[count]}")
+    if info.kind not in FLOAT_TYPES:
+        raise UnsupportedError(f"tensor {info.name}", f"type {info.kind.name} is not supported here")
     factors = tuple(float(value) for value in read_floats(info))
     if not all(0 < value < math.inf for value in factors):
         raise UnsupportedError(f"tensor {info.name}", "an element is not a finite number above zero")
