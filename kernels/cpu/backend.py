@@ -8,9 +8,7 @@ and appends a record (addresses and sizes) to the list, as to a CUDA stream; `re
 from __future__ import annotations
 
 import platform
-import struct
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,38 +18,22 @@ from numpy.typing import NDArray
 
 from shardline.kernels import checks
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
-from shardline.kernels.cpu import linear, operations, rope, sample
+from shardline.kernels.cpu import linear, operations, pool, sample
 from shardline.kernels.cpu.attention import attention_scratch_bytes
-from shardline.kernels.cpu.executor import RECORD_WORDS, Team
-from shardline.kernels.cpu.jit import Operation, target_features
-from shardline.kernels.cpu.resident import GatedMatrix, Matrix, aligned_empty, aligned_zeros, pack
-from shardline.kernels.errors import UnsupportedOperationError, UnsupportedProcessorError
+from shardline.kernels.cpu.commands import CommandList, address, float_bits
+from shardline.kernels.cpu.jit import Operation, check_processor, target_features
+from shardline.kernels.cpu.pool import CpuKVCache
+from shardline.kernels.cpu.resident import GatedMatrix, Matrix, aligned_empty, pack
+from shardline.kernels.errors import UnsupportedOperationError
 from shardline.kernels.experts import Activation, Expert, RouterRule
 from shardline.kernels.matrix import GroupedMatrix
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
-
-MAX_PROGRAMS = 128
-"""Recorded programs that a backend keeps; the longest unused is forgotten."""
 
 SHARES_A_THREAD = 2
 """Of an op with enough work: more even out threads that run at different speeds, fewer cost less to hand out."""
 
 SHARE_WORK = 100_000
 """Multiply-adds that are worth a share of their own: some microseconds."""
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class CpuKVCache:
-    """A pool: keys and values, one array a layer; `rope.kv_shapes` says how they lie."""
-
-    layout: KVLayout
-    keys: NDArray[Any]
-    values: NDArray[Any]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes resident."""
-        return self.keys.nbytes + self.values.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -77,13 +59,6 @@ class CpuWeight:
         return self.matrix.gate.inputs if isinstance(self.matrix, GatedMatrix) else self.matrix.inputs
 
 
-@dataclass(frozen=True, slots=True)
-class _Program:
-    records: NDArray[np.int64]
-    arrays: tuple[Any, ...]
-    """What the records point to."""
-
-
 class CpuBackend(Backend):
     """See `Backend`. Arrays are NumPy's, on this machine's memory."""
 
@@ -95,17 +70,11 @@ class CpuBackend(Backend):
             raise ValueError(f"num_threads is {num_threads}; the CPU backend needs at least one")
         check_processor(platform.machine(), target_features())
         self.num_threads = num_threads
-        self._team = Team(num_threads)
-        self._records: list[tuple[int, ...]] = []
-        self._arrays: list[Any] = []
-        self._queue: list[_Program] = []
-        self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
-        self._recording = False
+        self._commands = CommandList(num_threads)
         self._workspace = aligned_empty((num_threads, linear.WORKSPACE_BYTES), "uint8")
         self._attention_scratch = aligned_empty((num_threads, 0), "uint8")
         self._sample_scratch = aligned_empty((num_threads, 0), "uint8")
         self._held: weakref.WeakSet[CpuWeight | CpuKVCache] = weakref.WeakSet()
-        self._closed = False
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -121,7 +90,7 @@ class CpuBackend(Backend):
         return array
 
     def write(self, target: Array, host: NDArray[Any]) -> None:
-        assert not self._recording, "write inside replay: what changes from step to step is written outside"
+        assert not self._commands.recording, "write inside replay: what changes from step to step is written outside"
         fits = target.dtype == host.dtype and target.shape[1:] == host.shape[1:] and len(host) <= len(target)
         assert fits, f"{host.dtype} {host.shape} does not fit into {target.dtype} {target.shape}"
         # What is enqueued may still read the target.
@@ -142,13 +111,7 @@ class CpuBackend(Backend):
         return self._keep(pair, np.concatenate([linear.describe(pair.gate), linear.describe(pair.up)]))
 
     def allocate_kv(self, layout: KVLayout) -> KVCache:
-        key_shape, value_shape = rope.kv_shapes(layout)
-        dtype = rope.kv_dtype(layout)
-        cache = CpuKVCache(
-            layout,
-            aligned_zeros((layout.num_layers, *key_shape), dtype),
-            aligned_zeros((layout.num_layers, *value_shape), dtype),
-        )
+        cache = pool.allocate(layout)
         self._held.add(cache)
         scratch = -(-attention_scratch_bytes(layout.head_dim) // 64) * 64
         if scratch > self._attention_scratch.shape[1]:
@@ -159,49 +122,15 @@ class CpuBackend(Backend):
         return sum(held.nbytes for held in self._held)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._team.close()
-        self._records.clear()
-        self._arrays.clear()
-        self._queue.clear()
-        self._programs.clear()
+        self._commands.close()
 
     # -- running -----------------------------------------------------------------------------------------------------
 
     def replay(self, key: Hashable, issue: Callable[[], None]) -> None:
-        assert not self._recording, "replay inside replay"
-        program = self._programs.get(key)
-        if program is None:
-            self._seal()
-            self._recording = True
-            try:
-                issue()
-            except BaseException:
-                self._records.clear()
-                self._arrays.clear()
-                raise
-            finally:
-                self._recording = False
-            if not self._records:
-                return
-            program = self._seal()
-            self._programs[key] = program
-            if len(self._programs) > MAX_PROGRAMS:
-                self._programs.popitem(last=False)
-            return
-        self._programs.move_to_end(key)
-        self._seal()
-        self._queue.append(program)
+        self._commands.replay(key, issue)
 
     def synchronize(self) -> None:
-        assert not self._recording, "a wait inside replay"
-        assert not self._closed, "the backend is closed"
-        self._seal()
-        queue, self._queue = self._queue, []
-        for program in queue:
-            self._team.run(program.records)
+        self._commands.run()
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
@@ -215,7 +144,7 @@ class CpuBackend(Backend):
         self._enqueue(
             linear.embedding,
             self._shares(rows, 32 * weight.inputs),
-            (_address(weight.parts), len(weight.parts), _address(token_ids), _address(out), weight.inputs, rows),
+            (address(weight.parts), len(weight.parts), address(token_ids), address(out), weight.inputs, rows),
             (weight, token_ids, out),
         )
 
@@ -224,7 +153,7 @@ class CpuBackend(Backend):
         self._enqueue(
             operations.rms_norm_operation,
             self._shares(rows, 8 * x.shape[1]),
-            (_address(x), _address(weight), _float_bits(eps), _address(out), x.shape[1], rows),
+            (address(x), address(weight), float_bits(eps), address(out), x.shape[1], rows),
             (x, weight, out),
         )
 
@@ -238,15 +167,15 @@ class CpuBackend(Backend):
                 linear.linear,
                 self._shares(linear.tasks(weight.channels, rows), linear.task_work(weight.inputs, rows)),
                 (
-                    _address(part),
-                    _address(x),
+                    address(part),
+                    address(x),
                     weight.inputs,
-                    _address(out),
+                    address(out),
                     weight.channels,
                     rows,
-                    0 if bias is None else _address(bias),
+                    address(bias),
                     accumulate,
-                    _address(self._workspace),
+                    address(self._workspace),
                 ),
                 (x, weight, out, bias, self._workspace),
             )
@@ -270,14 +199,14 @@ class CpuBackend(Backend):
             linear.gated_linear,
             self._shares(linear.tasks(weight.channels, rows), 2 * linear.task_work(weight.inputs, rows)),
             (
-                _address(gate),
-                _address(up),
-                _address(x),
+                address(gate),
+                address(up),
+                address(x),
                 weight.inputs,
-                _address(out),
+                address(out),
                 weight.channels,
                 rows,
-                _address(self._workspace),
+                address(self._workspace),
             ),
             (x, weight, out, self._workspace),
         )
@@ -302,20 +231,20 @@ class CpuBackend(Backend):
             operations.rope_kv_write_float16 if half else operations.rope_kv_write_float32,
             self._shares(rows.count, 16 * qkv.shape[1]),
             (
-                _address(qkv),
+                address(qkv),
                 qkv.shape[1],
                 rows.count,
-                _address(rows.positions),
-                _address(rows.slots),
-                _address(rope.cos),
-                _address(rope.sin),
+                address(rows.positions),
+                address(rows.slots),
+                address(rope.cos),
+                address(rope.sin),
                 *rope.cos.shape,
                 rope.interleaved,
-                *_pool_words(cache, layer),
-                0 if q_norm is None else _address(q_norm),
-                0 if k_norm is None else _address(k_norm),
+                *cache.words(layer),
+                address(q_norm),
+                address(k_norm),
                 0 if q_norm is None else cache.layout.head_dim,
-                _float_bits(eps),
+                float_bits(eps),
             ),
             (qkv, rows, rope, cache, q_norm, k_norm),
         )
@@ -342,17 +271,17 @@ class CpuBackend(Backend):
             # How long the sequences are is not known here, and may differ each time that the record runs.
             self._shares(rows.count * (out.shape[1] // cache.layout.head_dim), SHARE_WORK),
             (
-                _address(qkv),
+                address(qkv),
                 qkv.shape[1],
                 rows.count,
-                _address(rows.positions),
-                _address(rows.sequences),
-                _address(rows.block_tables),
+                address(rows.positions),
+                address(rows.sequences),
+                address(rows.block_tables),
                 *rows.block_tables.shape,
-                *_pool_words(cache, layer),
-                _float_bits(scale),
-                _address(out),
-                _address(self._attention_scratch),
+                *cache.words(layer),
+                float_bits(scale),
+                address(out),
+                address(self._attention_scratch),
                 self._attention_scratch.shape[1],
             ),
             (qkv, rows, cache, out, self._attention_scratch),
@@ -400,7 +329,7 @@ class CpuBackend(Backend):
         self._enqueue(
             linear.gather_rows,
             self._shares(count, x.shape[1]),
-            (_address(x), x.shape[0], _address(indices), _address(out), x.shape[1], count),
+            (address(x), x.shape[0], address(indices), address(out), x.shape[1], count),
             (x, indices, out),
         )
 
@@ -412,7 +341,7 @@ class CpuBackend(Backend):
         output = sample.new_output(batch)
         words = sample.describe(logits, batch, output, self._sample_scratch)
         shares = self._shares(batch.rows, logits.shape[1])
-        self._enqueue(sample.sample_operation, shares, (_address(words),), (words,))
+        self._enqueue(sample.sample_operation, shares, (address(words),), (words,))
         self.synchronize()
         return output
 
@@ -423,59 +352,9 @@ class CpuBackend(Backend):
         return max(1, min(tasks, self.num_threads * SHARES_A_THREAD, tasks * work // SHARE_WORK))
 
     def _enqueue(self, operation: Operation, shares: int, words: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
-        assert not self._closed, "the backend is closed"
-        self._records.append((operation.address, shares, *words))
-        self._arrays.append(arrays)
-
-    def _seal(self) -> _Program:
-        """Turn the open records into a program at the end of the queue."""
-        records = np.zeros((len(self._records), RECORD_WORDS), np.int64)
-        for index, words in enumerate(self._records):
-            records[index, : len(words)] = words
-        program = _Program(records, tuple(self._arrays))
-        self._records.clear()
-        self._arrays.clear()
-        if len(records):
-            self._queue.append(program)
-        return program
+        self._commands.add(operation, shares, words, arrays)
 
     def _keep(self, matrix: Matrix | GatedMatrix, parts: NDArray[np.int64]) -> CpuWeight:
         weight = CpuWeight(matrix, parts)
         self._held.add(weight)
         return weight
-
-
-def _address(array: NDArray[Any]) -> int:
-    return array.ctypes.data
-
-
-def check_processor(machine: str, features: frozenset[str]) -> None:
-    """Refuse a processor for which LLVM would call functions that no library here has, or one scalar at a time.
-
-    Raises UnsupportedProcessorError.
-    """
-    missing = sorted({"avx", "f16c", "fma"} - features) if machine in ("x86_64", "AMD64") else []
-    if missing:
-        raise UnsupportedProcessorError(
-            f"the CPU backend needs an x86 processor with AVX, F16C and FMA (Intel since 2013, AMD since 2012); this"
-            f" one lacks {', '.join(missing)}. In a virtual machine, give it the host's model (QEMU: -cpu host)."
-        )
-
-
-def _float_bits(value: float) -> int:
-    bits: int = struct.unpack("q", struct.pack("d", value))[0]
-    return bits
-
-
-def _pool_words(cache: CpuKVCache, layer: int) -> tuple[int, ...]:
-    """One layer's keys and values, blocks, Hkv, block size, D, value stride."""
-    layout = cache.layout
-    return (
-        _address(cache.keys[layer]),
-        _address(cache.values[layer]),
-        layout.num_blocks,
-        layout.num_kv_heads,
-        layout.block_size,
-        layout.head_dim,
-        cache.values.shape[-1],
-    )

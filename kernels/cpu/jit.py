@@ -28,6 +28,8 @@ from numba.core import caching
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 
+from shardline.kernels.errors import UnsupportedProcessorError
+
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 _FOLDER = Path(__file__).resolve().parent
 
@@ -95,6 +97,19 @@ def target_features() -> frozenset[str]:
     """What the processor that code is compiled for can do, by LLVM's names ("avx512f")."""
     features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
     return frozenset(feature[1:] for feature in features if feature.startswith("+"))
+
+
+def check_processor(machine: str, features: frozenset[str]) -> None:
+    """Refuse a processor for which LLVM would call functions that no library here has, or one scalar at a time.
+
+    Raises UnsupportedProcessorError.
+    """
+    missing = sorted({"avx", "f16c", "fma"} - features) if machine in ("x86_64", "AMD64") else []
+    if missing:
+        raise UnsupportedProcessorError(
+            f"the CPU backend needs an x86 processor with AVX, F16C and FMA (Intel since 2013, AMD since 2012); this"
+            f" one lacks {', '.join(missing)}. In a virtual machine, give it the host's model (QEMU: -cpu host)."
+        )
 
 
 @cache

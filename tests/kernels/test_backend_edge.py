@@ -19,7 +19,7 @@ from shardline.kernels import (
     UnsupportedProcessorError,
     cpu_backend,
 )
-from shardline.kernels.cpu.backend import check_processor
+from shardline.kernels.cpu.jit import check_processor
 
 MakeBackend = Callable[[int], Backend]
 MakeMatrix = Callable[..., GroupedMatrix]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardline.kernels import Array, Backend, GroupedMatrix, Weight, cpu_backend
 from shardline.kernels.cpu import linear
-from shardline.kernels.cpu.backend import MAX_PROGRAMS
+from shardline.kernels.cpu.commands import MAX_PROGRAMS
 from shardline.kernels.cpu.executor import RECORD_WORDS, Team
 from shardline.kernels.cpu.resident import aligned_zeros
 
