@@ -31,3 +31,11 @@ class CheckpointError(StageError):
 
 class PlanError(StageError):
     """A plan does not fit what this stage knows: a fault of the engine, never of a user."""
+
+
+def shown(text: object, most: int = 80) -> str:
+    """Text of a file for an error message: quoted when it holds anything odd, cut when it is long."""
+    raw = text if isinstance(text, str) else repr(text)
+    if not raw.isprintable() or raw != raw.strip() or not raw:
+        raw = repr(raw)
+    return raw if len(raw) <= most else raw[: most - 3] + "..."

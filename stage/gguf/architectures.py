@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardline.stage.errors import shown
 from shardline.stage.gguf.blocks import FLOAT_TYPES, FORMATS
-from shardline.stage.gguf.header import TensorInfo, shown
+from shardline.stage.gguf.header import TensorInfo
 from shardline.stage.roles import matrix_shapes, vector_shapes
 from shardline.stage.spec import LayerSpec, ModelSpec, RopeSpec
 

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.kernels import GroupedMatrix
-from shardline.stage.errors import CheckpointError
+from shardline.stage.errors import CheckpointError, shown
 from shardline.stage.gguf.architectures import UnsupportedError, read_spec, tensor_name
 from shardline.stage.gguf.blocks import FLOAT_TYPES, assemble, format_of, to_float32
-from shardline.stage.gguf.header import TensorInfo, read_header, shown
+from shardline.stage.gguf.header import TensorInfo, read_header
 from shardline.stage.spec import ModelSpec
 
 _logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from shardline.stage.errors import CheckpointError
+from shardline.stage.errors import CheckpointError, shown
 
 HEADER_LIMIT = 128 << 20
 """Bytes; vocabularies of a quarter of a million tokens with their merges take about 16 MB."""
@@ -202,14 +202,6 @@ class _Cursor:
         digest = hashlib.sha256(self._data[: self.position])
         digest.update(_U64.pack(self._size))
         return digest.digest()
-
-
-def shown(text: object, most: int = 80) -> str:
-    """Text of a file for an error message: quoted when it holds anything odd, cut when it is long."""
-    raw = text if isinstance(text, str) else repr(text)
-    if not raw.isprintable() or raw != raw.strip() or not raw:
-        raw = repr(raw)
-    return raw if len(raw) <= most else raw[: most - 3] + "..."
 
 
 def read_header(path: Path, descriptor: int, size: int) -> GgufHeader:
