@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.kernels import Array, Backend, KVLayout, RopeTable, Rows, Weight
+from shardline.kernels import Array, Backend, KVLayout, Rows, Weight
 from shardline.stage.checkpoint import Checkpoint
-from shardline.stage.rope import rope_tables
-from shardline.stage.spec import ModelSpec, RopeSpec, StageSpec
+from shardline.stage.layer_weights import ExpertsWeights, LayerWeights, MlpWeights, load_layer
+from shardline.stage.rope import load_rope
+from shardline.stage.spec import LayerSpec, StageSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +28,6 @@ class StepRows:
     slots: NDArray[np.int32]
     sequences: NDArray[np.int32]
     block_tables: NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's weights on the device."""
-
-    attention_norm: Array
-    qkv: Weight
-    qkv_bias: Array | None
-    q_norm: Array | None
-    k_norm: Array | None
-    output: Weight
-    mlp_norm: Array
-    gate_up: Weight
-    down: Weight
 
 
 class Decoder:
@@ -72,43 +58,62 @@ class Decoder:
         if share.has_head:
             head = embed if model.tied_embeddings else backend.load_matrix([checkpoint.matrix("head", None)])
         self._embed, self._head = embed, head
-        self._layers = [_load_layer(model, checkpoint, layer, backend) for layer in _layers_of(share)]
+        layers = range(share.first_layer, share.end_layer)
+        self._layers = [load_layer(model, checkpoint, layer, backend) for layer in layers]
+        self._final_norm = backend.upload(checkpoint.vector("final_norm", None)) if share.has_head else None
+        self._allocate(max_positions)
+
+    def _allocate(self, max_positions: int) -> None:
+        """The buffers of a step: those alone that the share's layers use."""
+        backend, model, share = self._backend, self._model, self._share
+        rows, hidden = share.max_step_tokens, model.hidden_size
 
         def floats(*shape: int) -> Array:
             return backend.empty(shape, "float32")
 
-        rows = share.max_step_tokens
         self._token_ids = backend.empty((rows,), "int32")
-        self._residual = floats(rows, model.hidden_size)
-        if share.num_layers:
-            self._normed = backend.activations(rows, model.hidden_size)
-            self._qkv = floats(rows, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
-            self._attended = backend.activations(rows, model.num_heads * model.head_dim)
-            self._gated = backend.activations(rows, model.intermediate_size)
-            self._rows = Rows(
-                count=0,
-                positions=backend.empty((rows,), "int32"),
-                slots=backend.empty((rows,), "int32"),
-                sequences=backend.empty((rows,), "int32"),
-                block_tables=backend.empty((share.max_sequences, self.max_blocks), "int32"),
-            )
-            self._ropes = [_load_rope(rope, max_positions, share.max_context, backend) for rope in model.ropes]
-            self._cache = backend.allocate_kv(
-                KVLayout(
-                    num_layers=share.num_layers,
-                    num_blocks=share.num_blocks,
-                    block_size=share.block_size,
-                    num_kv_heads=model.num_kv_heads,
-                    head_dim=model.head_dim,
-                    dtype=share.kv_dtype,
-                )
-            )
+        self._residual = floats(rows, hidden)
         if share.has_head:
-            self._final_norm = backend.upload(checkpoint.vector("final_norm", None))
             self._head_rows = backend.empty((self.max_head_rows,), "int32")
-            self._gathered = floats(self.max_head_rows, model.hidden_size)
-            self._head_normed = backend.activations(self.max_head_rows, model.hidden_size)
+            self._gathered = floats(self.max_head_rows, hidden)
+            self._head_normed = backend.activations(self.max_head_rows, hidden)
             self._logits = floats(self.max_head_rows, model.vocab_size)
+        if not self._layers:
+            return
+        self._normed = backend.activations(rows, hidden)
+        self._qkv = floats(rows, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+        self._attended = backend.activations(rows, model.num_heads * model.head_dim)
+        experts = model.experts if any(layer.experts for layer in self._layers) else None
+        if any(layer.mlp for layer in self._layers):
+            self._gated = backend.activations(rows, model.intermediate_size)
+        if experts is not None:
+            self._expert_ids = backend.empty((rows, experts.rule.experts_per_token), "int32")
+            self._shares = floats(rows, experts.rule.experts_per_token)
+            if experts.shared_size:
+                self._shared_gated = backend.activations(rows, experts.shared_size)
+        if model.post_norms or (experts is not None and experts.shared_gate):
+            self._result = floats(rows, hidden)
+        self._rows = Rows(
+            count=0,
+            positions=backend.empty((rows,), "int32"),
+            slots=backend.empty((rows,), "int32"),
+            sequences=backend.empty((rows,), "int32"),
+            block_tables=backend.empty((share.max_sequences, self.max_blocks), "int32"),
+        )
+        used = {spec.rope for spec in self._layer_specs() if spec.rope is not None}
+        self._ropes = {
+            index: load_rope(model.ropes[index], max_positions, share.max_context, backend) for index in used
+        }
+        self._cache = backend.allocate_kv(
+            KVLayout(
+                num_layers=share.num_layers,
+                num_blocks=share.num_blocks,
+                block_size=share.block_size,
+                num_kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                dtype=share.kv_dtype,
+            )
+        )
 
     def forward(self, step: StepRows, hidden: NDArray[np.float32] | None) -> None:
         """Enqueue the share's layers on a step's rows; the residual stream stays on the device.
@@ -143,64 +148,94 @@ class Decoder:
         self._backend.replay(("head", count), lambda: self._issue_head(count))
         return self._logits
 
+    def _layer_specs(self) -> tuple[LayerSpec, ...]:
+        return self._model.layers[self._share.first_layer : self._share.end_layer]
+
     def _issue_layers(self, count: int) -> None:
-        backend, model, x = self._backend, self._model, self._residual
+        backend, model = self._backend, self._model
         if self._share.has_embed:
-            backend.embedding(self._token_ids, self._embed, x, count)
+            backend.embedding(self._token_ids, self._embed, self._residual, count, scale=model.embedding_scale)
         if not self._layers:
             return
         shared = self._rows
         rows = Rows(count, shared.positions, shared.slots, shared.sequences, shared.block_tables)
         backend.begin_step(rows, self._cache, model.num_heads)
-        for index, layer in enumerate(self._layers):
-            backend.rms_norm(x, layer.attention_norm, model.norm_eps, self._normed, count)
-            backend.linear(self._normed, layer.qkv, self._qkv, count, bias=layer.qkv_bias)
-            backend.rope_kv_write(
-                self._qkv,
-                rows,
-                self._ropes[0],
-                self._cache,
-                index,
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
-                eps=model.norm_eps,
-            )
-            backend.paged_attention(self._qkv, rows, self._cache, index, model.head_dim**-0.5, self._attended)
-            backend.linear(self._attended, layer.output, x, count, accumulate=True)
-            backend.rms_norm(x, layer.mlp_norm, model.norm_eps, self._normed, count)
-            backend.gated_linear(self._normed, layer.gate_up, self._gated, count)
-            backend.linear(self._gated, layer.down, x, count, accumulate=True)
+        for index, (spec, layer) in enumerate(zip(self._layer_specs(), self._layers, strict=True)):
+            self._issue_attention(index, spec, layer, rows)
+            backend.rms_norm(self._residual, layer.mlp_norm, model.norm_eps, self._normed, count)
+            if layer.experts is not None:
+                self._issue_experts(layer.experts, count)
+            if layer.mlp is not None:
+                self._issue_mlp(layer.mlp, layer.mlp_post_norm, count)
+
+    def _issue_attention(self, index: int, spec: LayerSpec, layer: LayerWeights, rows: Rows) -> None:
+        backend, model = self._backend, self._model
+        backend.rms_norm(self._residual, layer.attention_norm, model.norm_eps, self._normed, rows.count)
+        backend.linear(self._normed, layer.qkv, self._qkv, rows.count, bias=layer.qkv_bias)
+        backend.rope_kv_write(
+            self._qkv,
+            rows,
+            None if spec.rope is None else self._ropes[spec.rope],
+            self._cache,
+            index,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=model.norm_eps,
+        )
+        backend.paged_attention(
+            self._qkv,
+            rows,
+            self._cache,
+            index,
+            model.attention_scale or model.head_dim**-0.5,
+            self._attended,
+            window=spec.window,
+            softcap=model.attention_softcap,
+            sinks=layer.sinks,
+        )
+        self._add_linear(self._attended, layer.output, layer.output_bias, layer.attention_post_norm, rows.count)
+
+    def _issue_mlp(self, mlp: MlpWeights, post_norm: Array | None, count: int) -> None:
+        self._backend.gated_linear(
+            self._normed, mlp.gate_up, self._gated, count, activation=self._model.activation, bias=mlp.gate_up_bias
+        )
+        self._add_linear(self._gated, mlp.down, mlp.down_bias, post_norm, count)
+
+    def _issue_experts(self, layer: ExpertsWeights, count: int) -> None:
+        backend, model = self._backend, self._model
+        assert model.experts is not None
+        backend.route(
+            self._normed,
+            layer.router,
+            model.experts.rule,
+            self._expert_ids,
+            self._shares,
+            count,
+            bias=layer.router_bias,
+            choice_bias=layer.choice_bias,
+        )
+        backend.expert_mlp(self._normed, layer.experts, self._expert_ids, self._shares, self._residual, count)
+        if layer.shared is None:
+            return
+        backend.gated_linear(self._normed, layer.shared.gate_up, self._shared_gated, count, activation=model.activation)
+        if layer.shared_gate is None:
+            backend.linear(self._shared_gated, layer.shared.down, self._residual, count, accumulate=True)
+        else:
+            backend.linear(self._shared_gated, layer.shared.down, self._result, count)
+            backend.add_gated(self._normed, layer.shared_gate, self._result, self._residual, count)
+
+    def _add_linear(self, x: Array, weight: Weight, bias: Array | None, post_norm: Array | None, count: int) -> None:
+        """Add a sublayer's last product to the residual stream, normalised first where there is a norm behind it."""
+        if post_norm is None:
+            self._backend.linear(x, weight, self._residual, count, bias=bias, accumulate=True)
+        else:
+            self._backend.linear(x, weight, self._result, count, bias=bias)
+            self._backend.add_rms_norm(self._result, post_norm, self._model.norm_eps, self._residual, count)
 
     def _issue_head(self, count: int) -> None:
-        self._backend.gather_rows(self._residual, self._head_rows, self._gathered, count)
-        self._backend.rms_norm(self._gathered, self._final_norm, self._model.norm_eps, self._head_normed, count)
-        self._backend.linear(self._head_normed, self._head, self._logits, count)
-
-
-def _layers_of(share: StageSpec) -> range:
-    return range(share.first_layer, share.end_layer)
-
-
-def _load_layer(model: ModelSpec, checkpoint: Checkpoint, layer: int, backend: Backend) -> _Layer:
-    def vector(role: str) -> Array:
-        return backend.upload(checkpoint.vector(role, layer))
-
-    bias = None
-    if model.qkv_bias:
-        bias = backend.upload(np.concatenate([checkpoint.vector(f"{part}_bias", layer) for part in "qkv"]))
-    return _Layer(
-        attention_norm=vector("attention_norm"),
-        qkv=backend.load_matrix([checkpoint.matrix(part, layer) for part in "qkv"]),
-        qkv_bias=bias,
-        q_norm=vector("q_norm") if model.qk_norm else None,
-        k_norm=vector("k_norm") if model.qk_norm else None,
-        output=backend.load_matrix([checkpoint.matrix("o", layer)]),
-        mlp_norm=vector("mlp_norm"),
-        gate_up=backend.load_gated(checkpoint.matrix("gate", layer), checkpoint.matrix("up", layer)),
-        down=backend.load_matrix([checkpoint.matrix("down", layer)]),
-    )
-
-
-def _load_rope(rope: RopeSpec, positions: int, max_context: int, backend: Backend) -> RopeTable:
-    cos, sin = rope_tables(rope, positions, max_context)
-    return RopeTable(backend.upload(cos), backend.upload(sin), rope.interleaved)
+        backend, model = self._backend, self._model
+        backend.gather_rows(self._residual, self._head_rows, self._gathered, count)
+        backend.rms_norm(self._gathered, self._final_norm, model.norm_eps, self._head_normed, count)
+        backend.linear(self._head_normed, self._head, self._logits, count)
+        if model.final_softcap:
+            backend.soft_cap(self._logits, model.final_softcap, count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from shardline.kernels import Backend, RopeTable
 from shardline.stage.spec import RopeSpec
 
 _SPAN = 256
@@ -38,3 +39,9 @@ def rope_tables(rope: RopeSpec, positions: int, max_context: int) -> tuple[NDArr
         cos[start:end] = (cos_coarse * c - sin_coarse * s) * scale
         sin[start:end] = (sin_coarse * c + cos_coarse * s) * scale
     return cos, sin
+
+
+def load_rope(rope: RopeSpec, positions: int, max_context: int, backend: Backend) -> RopeTable:
+    """`rope_tables` on the device."""
+    cos, sin = rope_tables(rope, positions, max_context)
+    return RopeTable(backend.upload(cos), backend.upload(sin), rope.interleaved)

@@ -123,6 +123,8 @@ class ModelSpec:
         assert len(self.layers) == self.num_layers, (len(self.layers), self.num_layers)
         assert self.experts is not None or not any(layer.experts for layer in self.layers)
         assert all(layer.rope is None or layer.rope < len(self.ropes) for layer in self.layers)
+        # Experts add to the residual stream themselves.
+        assert not (self.post_norms and any(layer.experts for layer in self.layers))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values of one token in one layer."""
