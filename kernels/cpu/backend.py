@@ -8,58 +8,27 @@ and appends a record (addresses and sizes) to the list, as to a CUDA stream; `re
 from __future__ import annotations
 
 import platform
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardline.kernels import checks
-from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
+from shardline.kernels.backend import Array, KVCache, KVLayout, RopeTable, Rows, Weight
 from shardline.kernels.cpu import linear, operations, pool, sample
 from shardline.kernels.cpu.attention import attention_scratch_bytes
-from shardline.kernels.cpu.commands import CommandList, address, float_bits
-from shardline.kernels.cpu.jit import Operation, check_processor, target_features
-from shardline.kernels.cpu.pool import CpuKVCache
-from shardline.kernels.cpu.resident import GatedMatrix, Matrix, aligned_empty, pack
+from shardline.kernels.cpu.commands import address, float_bits
+from shardline.kernels.cpu.expert_ops import ExpertOps
+from shardline.kernels.cpu.jit import check_processor, target_features
+from shardline.kernels.cpu.ops import SHARE_WORK
+from shardline.kernels.cpu.product_ops import ProductOps
+from shardline.kernels.cpu.resident import aligned_empty
 from shardline.kernels.errors import UnsupportedOperationError
-from shardline.kernels.experts import Activation, Expert, RouterRule
-from shardline.kernels.matrix import GroupedMatrix
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
-SHARES_A_THREAD = 2
-"""Of an op with enough work: more even out threads that run at different speeds, fewer cost less to hand out."""
 
-SHARE_WORK = 100_000
-"""Multiply-adds that are worth a share of their own: some microseconds."""
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class CpuWeight:
-    """A resident matrix (or a gate and an up matrix) and what the compiled code knows of it."""
-
-    matrix: Matrix | GatedMatrix
-    parts: NDArray[np.int64]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes resident."""
-        return self.matrix.nbytes
-
-    @property
-    def channels(self) -> int:
-        """N."""
-        return self.matrix.gate.channels if isinstance(self.matrix, GatedMatrix) else self.matrix.channels
-
-    @property
-    def inputs(self) -> int:
-        """K."""
-        return self.matrix.gate.inputs if isinstance(self.matrix, GatedMatrix) else self.matrix.inputs
-
-
-class CpuBackend(Backend):
+class CpuBackend(ProductOps, ExpertOps):
     """See `Backend`. Arrays are NumPy's, on this machine's memory."""
 
     name: ClassVar[str] = "cpu"
@@ -69,12 +38,9 @@ class CpuBackend(Backend):
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}; the CPU backend needs at least one")
         check_processor(platform.machine(), target_features())
-        self.num_threads = num_threads
-        self._commands = CommandList(num_threads)
-        self._workspace = aligned_empty((num_threads, linear.WORKSPACE_BYTES), "uint8")
+        super().__init__(num_threads)
         self._attention_scratch = aligned_empty((num_threads, 0), "uint8")
         self._sample_scratch = aligned_empty((num_threads, 0), "uint8")
-        self._held: weakref.WeakSet[CpuWeight | CpuKVCache] = weakref.WeakSet()
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -100,15 +66,6 @@ class CpuBackend(Backend):
     def read(self, source: Array) -> NDArray[Any]:
         self.synchronize()
         return np.array(source)
-
-    def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
-        matrix = pack(parts)
-        return self._keep(matrix, linear.describe(matrix))
-
-    def load_gated(self, gate: GroupedMatrix, up: GroupedMatrix) -> Weight:
-        assert gate.shape == up.shape, f"gate is {gate.shape}, up is {up.shape}"
-        pair = GatedMatrix(pack([gate]), pack([up]))
-        return self._keep(pair, np.concatenate([linear.describe(pair.gate), linear.describe(pair.up)]))
 
     def allocate_kv(self, layout: KVLayout) -> KVCache:
         cache = pool.allocate(layout)
@@ -155,60 +112,6 @@ class CpuBackend(Backend):
             self._shares(rows, 8 * x.shape[1]),
             (address(x), address(weight), float_bits(eps), address(out), x.shape[1], rows),
             (x, weight, out),
-        )
-
-    def linear(
-        self, x: Array, weight: Weight, out: Array, rows: int, *, bias: Array | None = None, accumulate: bool = False
-    ) -> None:
-        checks.linear(x, weight.channels, weight.inputs, out, rows, bias)
-        assert isinstance(weight.matrix, Matrix), "linear wants a weight of load_matrix"
-        for part in weight.parts:
-            self._enqueue(
-                linear.linear,
-                self._shares(linear.tasks(weight.channels, rows), linear.task_work(weight.inputs, rows)),
-                (
-                    address(part),
-                    address(x),
-                    weight.inputs,
-                    address(out),
-                    weight.channels,
-                    rows,
-                    address(bias),
-                    accumulate,
-                    address(self._workspace),
-                ),
-                (x, weight, out, bias, self._workspace),
-            )
-
-    def gated_linear(
-        self,
-        x: Array,
-        weight: Weight,
-        out: Array,
-        rows: int,
-        *,
-        activation: Activation = "silu",
-        bias: Array | None = None,
-    ) -> None:
-        if activation != "silu" or bias is not None:
-            raise UnsupportedOperationError(f"an MLP with {activation} or biases", self.name)
-        checks.linear(x, weight.channels, weight.inputs, out, rows, None)
-        assert isinstance(weight.matrix, GatedMatrix), "gated_linear wants a weight of load_gated"
-        gate, up = weight.parts
-        self._enqueue(
-            linear.gated_linear,
-            self._shares(linear.tasks(weight.channels, rows), 2 * linear.task_work(weight.inputs, rows)),
-            (
-                address(gate),
-                address(up),
-                address(x),
-                weight.inputs,
-                address(out),
-                weight.channels,
-                rows,
-                address(self._workspace),
-            ),
-            (x, weight, out, self._workspace),
         )
 
     def rope_kv_write(
@@ -287,39 +190,8 @@ class CpuBackend(Backend):
             (qkv, rows, cache, out, self._attention_scratch),
         )
 
-    def load_experts(
-        self,
-        experts: Iterable[Expert],
-        *,
-        activation: Activation = "silu",
-        gate_bias: Array | None = None,
-        up_bias: Array | None = None,
-        down_bias: Array | None = None,
-    ) -> Weight:
-        raise UnsupportedOperationError("a mixture of experts", self.name)
-
     def add_rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
         raise UnsupportedOperationError("a norm after a sublayer", self.name)
-
-    def route(
-        self,
-        x: Array,
-        router: Array,
-        rule: RouterRule,
-        expert_ids: Array,
-        shares: Array,
-        rows: int,
-        *,
-        bias: Array | None = None,
-        choice_bias: Array | None = None,
-    ) -> None:
-        raise UnsupportedOperationError("a mixture of experts", self.name)
-
-    def expert_mlp(self, x: Array, experts: Weight, expert_ids: Array, shares: Array, out: Array, rows: int) -> None:
-        raise UnsupportedOperationError("a mixture of experts", self.name)
-
-    def add_gated(self, x: Array, gate: Array, y: Array, out: Array, rows: int) -> None:
-        raise UnsupportedOperationError("a mixture of experts", self.name)
 
     def soft_cap(self, x: Array, cap: float, rows: int) -> None:
         raise UnsupportedOperationError("a soft cap", self.name)
@@ -344,17 +216,3 @@ class CpuBackend(Backend):
         self._enqueue(sample.sample_operation, shares, (address(words),), (words,))
         self.synchronize()
         return output
-
-    # -- the command list --------------------------------------------------------------------------------------------
-
-    def _shares(self, tasks: int, work: int) -> int:
-        """Into how many shares to cut an op of so many tasks, each worth `work` multiply-adds."""
-        return max(1, min(tasks, self.num_threads * SHARES_A_THREAD, tasks * work // SHARE_WORK))
-
-    def _enqueue(self, operation: Operation, shares: int, words: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
-        self._commands.add(operation, shares, words, arrays)
-
-    def _keep(self, matrix: Matrix | GatedMatrix, parts: NDArray[np.int64]) -> CpuWeight:
-        weight = CpuWeight(matrix, parts)
-        self._held.add(weight)
-        return weight
