@@ -20,6 +20,7 @@ from shardline.cluster.text.model_text import ModelText
 from shardline.kernels import cuda_device
 from shardline.scheduler import InvalidParameterError, SchedulerConfig
 from shardline.stage import Checkpoint, matrix_shapes, open_checkpoint, vector_shapes
+from shardline.stage.roles import EXPERT_ROLES
 
 if TYPE_CHECKING:
     from shardline.cluster.ray_runtime import NodeInfo
@@ -104,19 +105,21 @@ def model_bytes(checkpoint: Checkpoint) -> ModelBytes:
     """Resident bytes of a model on the CPU backend, from its header."""
     spec = checkpoint.spec
 
-    def padded(role: str, layer: int | None, count: int) -> int:
-        return checkpoint.matrix_bytes(role, layer) // count * (-(-count // CHANNEL_BLOCK) * CHANNEL_BLOCK)
+    def padded(role: str, layer: int | None, channels: int) -> int:
+        return checkpoint.matrix_bytes(role, layer) // channels * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK)
 
-    layers = tuple(
-        sum(padded(role, layer, shape[0]) for role, shape in matrix_shapes(spec, layer).items())
-        + 4 * sum(math.prod(shape) for shape in vector_shapes(spec, layer).values())
-        for layer in range(spec.num_layers)
-    )
+    layers, experts = [], []
+    for layer in range(spec.num_layers):
+        matrices = {role: padded(role, layer, shape[0]) for role, shape in matrix_shapes(spec, layer).items()}
+        vectors = 4 * sum(math.prod(shape) for shape in vector_shapes(spec, layer).values())
+        layers.append(sum(matrices.values()) + vectors)
+        experts.append(sum(matrices[role] for role in EXPERT_ROLES if role in matrices))
     return ModelBytes(
-        layers=layers,
+        layers=tuple(layers),
         embed=padded("embed", None, spec.vocab_size),
         head=padded("head", None, spec.vocab_size) + 4 * spec.hidden_size,
         tied=spec.tied_embeddings,
+        experts=tuple(experts) if spec.experts is not None else (),
     )
 
 

@@ -20,12 +20,14 @@ class ModelBytes:
         embed, head: The embedding matrix, and the head with the final norm. A tied matrix counts as both; a stage that
             has both holds it once.
         tied: Whether they are one matrix.
+        experts: How much of each layer are its experts; empty without them.
     """
 
     layers: tuple[int, ...]
     embed: int
     head: int
     tied: bool
+    experts: tuple[int, ...] = ()
 
     def of(self, first: int, end: int, *, embed: bool, head: bool) -> int:
         """Bytes of a stage with these parts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from shardline.cluster.planning.placement import Device, ModelBytes, Wanted
 from shardline.stage import ModelSpec
@@ -15,6 +16,13 @@ def workspace_bytes(model: ModelSpec, max_step_tokens: int, max_sequences: int, 
     """Bytes of a stage's arrays besides weights and pool: the rows of one step, and the logits where it samples."""
     heads = model.num_heads + 2 * model.num_kv_heads
     row = 3 * model.hidden_size + (heads + model.num_heads) * model.head_dim + model.intermediate_size
+    experts = model.experts
+    if model.post_norms or (experts is not None and experts.shared_gate):
+        row += model.hidden_size
+    if experts is not None:
+        # Of each choice its id and share, and what a backend keeps between the two products and before the sum.
+        row += experts.rule.experts_per_token * (2 + experts.intermediate_size + model.hidden_size)
+        row += experts.shared_size
     logits = max_sequences * (model.vocab_size + model.hidden_size) if head else 0
     return 4 * (max_step_tokens * row + logits)
 
@@ -39,13 +47,12 @@ class StageCosts:
         if not wanted.fill_memory:
             self.most_blocks = min(self.most_blocks, self.wanted_blocks)
         mean_context = max(1, wanted.context // 2)
-        self._layer_flops = 2 * (
-            2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.head_dim
-            + 3 * model.hidden_size * model.intermediate_size
-            + 2 * model.num_heads * model.head_dim * mean_context
-        )
+        kv_bytes = model.kv_bytes_per_token(wanted.kv_dtype)
+        seen = [min(mean_context, layer.window or mean_context) for layer in model.layers]
+        # Sums over the leading layers; those of a range are a difference, exact in integers.
+        self._flops_before = [0, *accumulate(_layer_flops(model, i, seen[i]) for i in range(model.num_layers))]
+        self._kv_bytes_before = [0, *accumulate(kv_bytes * positions for positions in seen)]
         self._head_flops = 2 * model.hidden_size * model.vocab_size
-        self._row_kv_bytes = mean_context * model.kv_bytes_per_token(wanted.kv_dtype)
 
     def fixed_bytes(self, first: int, end: int, *, embed: bool, head: bool) -> int:
         """Weights and workspace."""
@@ -66,12 +73,34 @@ class StageCosts:
     def seconds(self, device: int, first: int, end: int, *, head: bool, rows: int) -> float:
         """Predicted time of one step with that many decoding rows."""
         where = self.devices[device]
-        layers = end - first
-        moved = self.size.of(first, end, embed=False, head=head) + rows * layers * self._row_kv_bytes
+        row_kv_bytes = self._kv_bytes_before[end] - self._kv_bytes_before[first]
+        moved = self._moved_weights(first, end, head=head, rows=rows) + rows * row_kv_bytes
         seconds = where.step_seconds + moved / where.bytes_per_second
         if where.flops_per_second is not None:
-            seconds += rows * (layers * self._layer_flops + head * self._head_flops) / where.flops_per_second
+            flops = self._flops_before[end] - self._flops_before[first] + head * self._head_flops
+            seconds += rows * flops / where.flops_per_second
         return seconds
+
+    def _moved_weights(self, first: int, end: int, *, head: bool, rows: int) -> float:
+        """Bytes of weights that a step reads: of the experts those that some row chooses, as if by lot."""
+        whole = self.size.of(first, end, embed=False, head=head)
+        experts = self.model.experts
+        if experts is None:
+            return whole
+        untouched = (1 - experts.rule.experts_per_token / experts.num_experts) ** rows
+        return whole - untouched * sum(self.size.experts[first:end])
+
+
+def _layer_flops(model: ModelSpec, layer: int, seen: int) -> int:
+    """Of one row that attends to `seen` positions."""
+    queries, hidden = model.num_heads * model.head_dim, model.hidden_size
+    attention = 2 * hidden * (queries + model.num_kv_heads * model.head_dim) + 2 * queries * seen
+    experts = model.experts
+    if not model.layers[layer].experts:
+        return 2 * (attention + 3 * hidden * model.intermediate_size)
+    assert experts is not None
+    width = experts.rule.experts_per_token * experts.intermediate_size + experts.shared_size
+    return 2 * (attention + hidden * (3 * width + experts.num_experts))
 
 
 def mib(count: int) -> str:
