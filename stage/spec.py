@@ -147,6 +147,7 @@ class StageSpec:
         max_context: The most tokens of one sequence.
         num_threads: CPU threads.
         device: What computes: "cpu", or "cuda:N" for the Nth GPU that the stage's process sees.
+        num_tokens: Ids from here on are padding of the vocabulary, and are never taken or sampled; 0: none are.
     """
 
     index: int
@@ -162,6 +163,7 @@ class StageSpec:
     max_context: int
     num_threads: int
     device: str = "cpu"
+    num_tokens: int = 0
 
     @property
     def num_layers(self) -> int:

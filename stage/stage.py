@@ -15,6 +15,7 @@ from shardline.stage.errors import PlanError
 from shardline.stage.sampling import SamplingRow, sampled_tokens, sampling_batch
 from shardline.stage.sequences import Limits, Sequence, checked, step_rows
 from shardline.stage.spec import StageSpec
+from shardline.stage.vocabulary import without_padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Stage:
 
     def __init__(self, spec: StageSpec, checkpoint: Checkpoint, backend: Backend) -> None:
         """Load this stage's own tensors, one in flight, and allocate its pool and workspace."""
+        checkpoint = without_padding(checkpoint, spec.num_tokens)
         self.spec = spec
         self._hidden_size = checkpoint.spec.hidden_size
         self._vocab_size = checkpoint.spec.vocab_size
