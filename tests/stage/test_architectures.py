@@ -114,7 +114,11 @@ def test_keys_that_change_nothing_are_taken(tiny_model, keys):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("general.architecture", "mamba", "general.architecture: mamba is not supported; llama, qwen2, qwen3 are"),
+        (
+            "general.architecture",
+            "mamba",
+            "general.architecture: mamba is not supported; llama, qwen2, .*, smollm3 are",
+        ),
         ("general.type", "adapter", "general.type: adapter is not a model"),
         ("general.quantization_version", 1, "general.quantization_version: 1 is not supported"),
         ("split.count", 3, "split.count: the file is one of 3 parts"),
@@ -143,14 +147,21 @@ def test_keys_that_change_nothing_are_taken(tiny_model, keys):
         ("llama.rope.dimension_count", 18, r"rope\.dimension_count: 18 is odd or more than the head's 16"),
         ("llama.rope.freq_base", float("inf"), r"rope\.freq_base: inf is not a finite number"),
         ("llama.rope.freq_base", 0.0, r"rope\.freq_base: 0\.0 is not a finite number above zero"),
-        ("llama.rope.scaling.type", "yarn", r"rope\.scaling\.type: yarn is not supported"),
-        ("llama.rope.scaling.type", "longrope", r"rope\.scaling\.type: longrope is not supported"),
+        (
+            "llama.rope.scaling.type",
+            "ntk",
+            r"rope\.scaling\.type: ntk is not supported; none, linear, yarn and longrope",
+        ),
+        ("llama.rope.scaling.type", "longrope", r"tensor rope_factors_short\.weight: is missing; longrope needs it"),
         ("llama.rope.scaling.factor", -2.0, r"rope\.scaling\.factor: -2\.0 is not"),
-        ("llama.rope.scaling.attn_factor", 1.5, r"attn_factor: 1\.5: an attention factor"),
-        ("llama.expert_count", 8, r"llama\.expert_count: 8: a mixture of experts is not supported"),
-        ("llama.attention.sliding_window", 128, r"attention\.sliding_window: 128: a sliding window shorter"),
+        ("llama.rope.scaling.attn_factor", -1.5, r"attn_factor: -1\.5 is not a finite number above zero"),
+        ("llama.expert_count", 8, r"llama\.expert_used_count: the key is missing"),
+        ("llama.expert_count", 5000, r"llama\.expert_count: 5000 is not one integer from 0 to 4096"),
+        ("llama.expert_used_count", 2, r"expert_used_count: 2: a mixture of experts in a llama model is not supported"),
+        ("llama.attention.sliding_window", "wide", r"attention\.sliding_window: wide is not one integer from 0"),
         ("llama.attention.causal", False, r"attention\.causal: False: attention that is not causal"),
-        ("llama.attention.scale", 0.5, r"attention\.scale: 0\.5: an attention scale"),
+        ("llama.attention.scale", -0.5, r"attention\.scale: -0\.5 is not a finite number above zero"),
+        ("llama.attn_logit_softcapping", float("inf"), r"attn_logit_softcapping: inf is not a finite number above"),
         ("llama.pooling_type", 1, r"llama\.pooling_type: 1: an embedding model"),
         ("llama.logit_scale", 0.5, r"llama\.logit_scale: 0\.5: a logit scale"),
         ("llama.use_parallel_residual", True, r"use_parallel_residual: True: a parallel residual"),
@@ -188,7 +199,10 @@ def replaced(name: str, data: np.ndarray, kind: Kind):
         ("qwen3", lambda t: t.pop("blk.0.attn_q_norm.weight"), r"tensor blk\.0\.attn_q_norm\.weight: is missing"),
         ("llama", added("blk.1.attn_q.bias", 64), r"tensor blk\.1\.attn_q\.bias: is not part of a llama model"),
         ("llama", added("blk.0.attn_q.bias", 64), r"tensor blk\.0\.attn_k\.bias: is missing"),
-        ("llama", added("blk.0.attn_output.bias", 64), r"tensor blk\.0\.attn_output\.bias: is not part of"),
+        ("llama", added("blk.0.attn_output.bias", 64), r"tensor blk\.1\.attn_output\.bias: is missing"),
+        ("llama", added("blk.1.attn_output.bias", 64), r"tensor blk\.1\.attn_output\.bias: is not part of"),
+        ("llama", added("blk.0.ffn_up.bias", 96), r"tensor blk\.0\.ffn_gate\.bias: is missing"),
+        ("qwen3", added("blk.0.attn_output.bias", 64), r"tensor blk\.0\.attn_output\.bias: is not part of a qwen3"),
         ("llama", added("blk.0.attn_q_norm.weight", 16), r"tensor blk\.0\.attn_q_norm\.weight: is not part of"),
         ("qwen3", added("blk.0.attn_q.bias", 64), r"tensor blk\.0\.attn_q\.bias: is not part of a qwen3 model"),
         ("llama", added("blk.3.ffn_gate_inp.weight", 8, 64), r"tensor blk\.3\.ffn_gate_inp\.weight: is not part of"),
@@ -235,7 +249,7 @@ def test_the_error_pickles(tiny_model):
     import pickle
 
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(tiny_model(keys={"llama.expert_count": 8}))
+        open_checkpoint(tiny_model(keys={"llama.pooling_type": 1}))
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.path, copy.field, copy.problem) == (caught.value.path, caught.value.field, caught.value.problem)
     assert str(copy) == str(caught.value)
