@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
 from shardline.kernels.cpu.resident import cpu_resident_bytes
 from shardline.kernels.cuda.device import CudaDevice, cuda_device
@@ -40,6 +43,7 @@ __all__ = [
     "cuda_backend",
     "cuda_device",
     "pack_nibbles",
+    "quantize_groups",
 ]
 
 
@@ -63,3 +67,18 @@ def cuda_backend(index: int) -> Backend:
     from shardline.kernels.cuda.device import cubin_folder
 
     return CudaBackend(found.index, cubin_folder())
+
+
+def quantize_groups(
+    values: NDArray[np.float32], bits: int, group_size: int
+) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]:
+    """Quantize float32 [rows, K] in 4 or 8 bits: q, scale and minimum of a `GroupedMatrix` of these rows.
+
+    The same bytes on every machine. Imports numba, and runs without the interpreter's lock.
+
+    Raises UnsupportedProcessorError, and ValueError: an element is not a finite number, or is so large that float16
+    could not hold a minimum.
+    """
+    from shardline.kernels.cpu import quantize
+
+    return quantize.quantize_groups(values, bits, group_size)

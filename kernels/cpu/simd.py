@@ -122,10 +122,15 @@ def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
+def _smaller(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
+
+
 add = _binary(lambda builder, a, b: builder.fadd(a, b), "Lanewise a + b.")
 sub = _binary(lambda builder, a, b: builder.fsub(a, b), "Lanewise a - b.")
 mul = _binary(lambda builder, a, b: builder.fmul(a, b), "Lanewise a * b.")
 larger = _binary(_larger, "Lanewise a if a > b else b: a NaN in `a` gives b.")
+smaller = _binary(_smaller, "Lanewise a if a < b else b: a NaN in `a` gives b.")
 
 
 @intrinsic
