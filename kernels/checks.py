@@ -70,27 +70,56 @@ def heads(qkv: Array, rows: Rows, layout: KVLayout, layer: int) -> int:
 
 
 def rope_kv_write(
-    qkv: Array, rows: Rows, rope: RopeTable, layout: KVLayout, layer: int, q_norm: Array | None, k_norm: Array | None
+    qkv: Array,
+    rows: Rows,
+    rope: RopeTable | None,
+    layout: KVLayout,
+    layer: int,
+    q_norm: Array | None,
+    k_norm: Array | None,
 ) -> None:
     """Of `Backend.rope_kv_write`."""
-    heads(qkv, rows, layout, layer)
+    query_heads = heads(qkv, rows, layout, layer)
     vector("rows.slots", rows.slots, rows.count, "int32")
-    max_positions, half = rope.cos.shape
-    assert 2 * half <= layout.head_dim, f"rope turns {2 * half} of {layout.head_dim} channels"
-    for name, array in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
-        table(name, array, max_positions, half)
+    if rope is not None:
+        max_positions, half = rope.cos.shape
+        assert 2 * half <= layout.head_dim, f"rope turns {2 * half} of {layout.head_dim} channels"
+        for name, array in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
+            table(name, array, max_positions, half)
     assert (q_norm is None) == (k_norm is None), "q_norm and k_norm go together"
     if q_norm is not None and k_norm is not None:
-        vector("q_norm", q_norm, layout.head_dim)
-        vector("k_norm", k_norm, layout.head_dim)
+        whole_row = q_norm.shape != (layout.head_dim,)
+        vector("q_norm", q_norm, layout.head_dim * (query_heads if whole_row else 1))
+        vector("k_norm", k_norm, layout.head_dim * (layout.num_kv_heads if whole_row else 1))
 
 
-def paged_attention(qkv: Array, rows: Rows, layout: KVLayout, layer: int, out: Array) -> None:
+def paged_attention(
+    qkv: Array,
+    rows: Rows,
+    layout: KVLayout,
+    layer: int,
+    out: Array,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+) -> None:
     """Of `Backend.paged_attention`."""
     query_heads = heads(qkv, rows, layout, layer)
     vector("rows.sequences", rows.sequences, rows.count, "int32")
     _array("rows.block_tables", rows.block_tables, "int32", 2)
     table("out", out, rows.count, query_heads * layout.head_dim)
+    assert window >= 0, f"window is {window}"
+    assert 0 <= softcap < float("inf"), f"softcap is {softcap}"
+    if sinks is not None:
+        vector("sinks", sinks, query_heads)
+
+
+def soft_cap(x: Array, cap: float, rows: int) -> None:
+    """Of `Backend.soft_cap`."""
+    count("rows", rows)
+    table("x", x, rows, x.shape[1])
+    assert 0 < cap < float("inf"), f"cap is {cap}"
 
 
 def gather_rows(x: Array, indices: Array, out: Array, number: int) -> None:

@@ -6,6 +6,10 @@ fixed order; the output, one chain of fmas over ascending positions. Splits merg
 depends on what shares the loads: pairs of one KV head, rows of one sequence that follow each other, a tile of 64
 positions. A position past a pair's own is loaded with its neighbours at most into a score that nobody reads.
 
+A sliding window only moves where a pair begins: splits stay where they are, and lanes that have no position of its own
+add zero. So a window that holds all positions changes no bit, and positions before it cost nothing. A sink is merged
+like one more split, of a score and no values.
+
 Threads share out (rows, query head) by their cost. See `rope` for the arrangement of the pool.
 """
 
@@ -21,6 +25,7 @@ from shardline.kernels.cpu.intrinsics import exp_f32, fma
 from shardline.kernels.cpu.jit import jit
 from shardline.kernels.cpu.rope import OCTET
 from shardline.kernels.cpu.simd import LANES
+from shardline.kernels.cpu.soft_cap import soft_cap_x16
 
 SPLIT = 256
 """Absolute positions whose softmax is computed on its own; part of the bit contract."""
@@ -36,13 +41,15 @@ WIDE = 4
 
 _OCTETS = SPLIT // OCTET
 _LOWEST = np.float32(np.finfo(np.float32).min)
+_NOTHING = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
 # What a thread's scratch holds: integers, then float32.
-_COUNTS = 0
-_KEY_OCTETS = MAX_PAIRS
+_BEGINS = 0
+_ENDS = MAX_PAIRS
+_KEY_OCTETS = 2 * MAX_PAIRS
 _VALUE_OCTETS = _KEY_OCTETS + _OCTETS
 _INTEGERS = _VALUE_OCTETS + _OCTETS
 _MAXIMA = 0
@@ -152,19 +159,26 @@ def _values(work, octets, values, stride, first, group, begin, end, out):
 
 
 @jit
-def _softmax(work, offset, count):
-    """exp(score - maximum) of the first `count` scores in place; their maximum and sum.
+def _softmax(work, offset, begin, end, softcap):
+    """exp(score - maximum) of the scores begin..end - 1 of a split in place; their maximum and sum.
 
     The maximum starts from the lowest finite number, so that scores of minus infinity weigh nothing.
     """
+    first = begin // LANES * LANES
+    if softcap > _ZERO:
+        caps = simd.broadcast(softcap)
+        for j in range(first, end, LANES):
+            simd.store(work, offset + j, soft_cap_x16(simd.load(work, offset + j), caps))
+    for j in range(first, begin):
+        work[offset + j] = _NOTHING
     highest = simd.broadcast(_LOWEST)
-    for j in range(0, count, LANES):
-        highest = simd.larger(simd.first_lanes(simd.load(work, offset + j), count - j, _LOWEST), highest)
+    for j in range(first, end, LANES):
+        highest = simd.larger(simd.first_lanes(simd.load(work, offset + j), end - j, _LOWEST), highest)
     maximum = simd.fold_larger(highest)
     shift = simd.broadcast(maximum)
     total = simd.broadcast(_ZERO)
-    for j in range(0, count, LANES):
-        weights = simd.first_lanes(simd.exp(simd.sub(simd.load(work, offset + j), shift)), count - j, _ZERO)
+    for j in range(first, end, LANES):
+        weights = simd.first_lanes(simd.exp(simd.sub(simd.load(work, offset + j), shift)), end - j, _ZERO)
         simd.store(work, offset + j, weights)
         total = simd.add(total, weights)
     return maximum, simd.fold_add(total)
@@ -172,7 +186,23 @@ def _softmax(work, offset, count):
 
 @jit
 def _attend(
-    qkv, positions, tables, table, k_cache, v_cache, scale, out, octets, work, first_row, end_row, first_head, end_head
+    qkv,
+    positions,
+    tables,
+    table,
+    k_cache,
+    v_cache,
+    scale,
+    window,
+    softcap,
+    sinks,
+    out,
+    octets,
+    work,
+    first_row,
+    end_row,
+    first_head,
+    end_head,
 ):
     """Rows first_row..end_row - 1 of one sequence with query heads first_head..end_head - 1 of one KV head.
 
@@ -194,50 +224,70 @@ def _attend(
     for row in range(first_row, end_row):
         for head in range(first_head, end_head):
             pair = (row - first_row) * heads + head - first_head
-            octets[_COUNTS + pair] = np.int64(positions[row]) + 1
+            octets[_ENDS + pair] = np.int64(positions[row]) + 1
+            octets[_BEGINS + pair] = max(octets[_ENDS + pair] - window, 0)
             for d in range(dim):
                 work[_QUERIES + d * pairs + pair] = qkv[row, head * dim + d] * scale
 
-    longest = octets[_COUNTS + pairs - 1]
-    for split in range(0, longest, SPLIT):
-        length = min(longest - split, SPLIT)
-        # A tile that reaches past the last position loads its last octet again.
+    # Both ascend with the pair.
+    begin = octets[_BEGINS]
+    end = octets[_ENDS + pairs - 1]
+    for split in range(begin // SPLIT * SPLIT, end, SPLIT):
+        start = max(begin - split, 0)
+        length = min(end - split, SPLIT)
+        # A tile that reaches out of what the pairs see loads the nearest octet that they do see again.
         last = (length - 1) // OCTET
-        for octet in range(_OCTETS):
-            at = split // OCTET + min(octet, last)
+        first_tile = start // TILE
+        end_tile = (length + TILE - 1) // TILE
+        for octet in range(first_tile * (TILE // OCTET), end_tile * (TILE // OCTET)):
+            at = split // OCTET + min(max(octet, start // OCTET), last)
             block = np.int64(tables[table + at // octets_a_block])
             inner = (block * kv_heads + kv_head) * octets_a_block + at % octets_a_block
             octets[_KEY_OCTETS + octet] = inner * dim * OCTET
             octets[_VALUE_OCTETS + octet] = inner * OCTET * stride
-        for tile in range(0, length, TILE):
+        for tile in range(first_tile * TILE, length, TILE):
             for first in range(0, pairs, 4):
                 group = min(4, pairs - first)
-                if octets[_COUNTS + first + group - 1] > split + tile:
+                seen = octets[_BEGINS + first] < split + tile + TILE
+                if seen and octets[_ENDS + first + group - 1] > split + tile:
                     _scores(work, octets, keys, dim, first, group, pairs, tile)
         for pair in range(pairs):
-            count = min(octets[_COUNTS + pair] - split, SPLIT)
-            if count > 0:
-                maximum, weight = _softmax(work, _SCORES + pair * SPLIT, count)
+            low = max(octets[_BEGINS + pair] - split, 0)
+            high = min(octets[_ENDS + pair] - split, SPLIT)
+            if low < high:
+                maximum, weight = _softmax(work, _SCORES + pair * SPLIT, low, high, softcap)
                 work[_PART_MAXIMA + pair] = maximum
                 work[_PART_SUMS + pair] = weight
         for i in range(part, part + pairs * stride):
             work[i] = _ZERO
         for first in range(0, pairs, 4):
-            # First what all of a group's pairs see, together; then the rest of each.
+            # What each of a group's pairs sees before all of them do; what all see, together; the rest of each.
             group = min(4, pairs - first)
-            common = min(octets[_COUNTS + first] - split, SPLIT)
-            for turn in range(-1, group):
-                pair = first + max(turn, 0)
-                begin = 0 if turn < 0 else max(common, 0)
-                end = common if turn < 0 else min(octets[_COUNTS + pair] - split, SPLIT)
-                if begin < end:
-                    together = group if turn < 0 else 1
-                    _values(work, octets, values, stride, pair, together, begin, end, part + pair * stride)
+            common = max(octets[_BEGINS + first + group - 1] - split, 0)
+            common_end = min(octets[_ENDS + first] - split, SPLIT)
+            if common >= common_end:
+                common = SPLIT
+                common_end = SPLIT
+            for turn in range(0 if common else group, 2 * group + 1):
+                pair = first + (turn if turn < group else max(turn - group - 1, 0))
+                low = max(octets[_BEGINS + pair] - split, 0)
+                high = min(octets[_ENDS + pair] - split, SPLIT)
+                together = 1
+                if turn < group:
+                    high = min(high, common)
+                elif turn == group:
+                    low = common
+                    high = common_end
+                    together = group
+                else:
+                    low = max(low, common_end)
+                if low < high:
+                    _values(work, octets, values, stride, pair, together, low, high, part + pair * stride)
         for pair in range(pairs):
-            if octets[_COUNTS + pair] <= split:
+            if octets[_ENDS + pair] <= split or octets[_BEGINS + pair] >= split + SPLIT:
                 continue
             start = pair * stride
-            if split == 0:
+            if octets[_BEGINS + pair] >= split:
                 work[_MAXIMA + pair] = work[_PART_MAXIMA + pair]
                 work[_SUMS + pair] = work[_PART_SUMS + pair]
                 for d in range(dim):
@@ -255,19 +305,37 @@ def _attend(
         for head in range(first_head, end_head):
             pair = (row - first_row) * heads + head - first_head
             share = _ONE / work[_SUMS + pair]
+            if sinks.size:
+                maximum = max(work[_MAXIMA + pair], sinks[head])
+                before = exp_f32(work[_MAXIMA + pair] - maximum)
+                share = before / (work[_SUMS + pair] * before + exp_f32(sinks[head] - maximum))
             for d in range(dim):
                 out[row, head * dim + d] = work[total + pair * stride + d] * share
 
 
 @jit
 def paged_attention(
-    thread, num_threads, qkv, positions, sequences, block_tables, k_cache, v_cache, scale, out, scratch, rows
+    thread,
+    num_threads,
+    qkv,
+    positions,
+    sequences,
+    block_tables,
+    k_cache,
+    v_cache,
+    scale,
+    window,
+    softcap,
+    sinks,
+    out,
+    scratch,
+    rows,
 ):
-    """Causal attention of each row's query heads over positions 0..its own of its sequence.
+    """Causal attention of each row's query heads over the last `window` positions up to its own of its sequence.
 
     qkv float32 [>= rows, (Hq + 2 Hkv) * D]; positions, sequences int32; block_tables int32 [sequences, blocks];
-    k_cache, v_cache one layer's; out float32 [>= rows, Hq * D]; scratch uint8
-    [>= num_threads, `attention_scratch_bytes`], 8-byte aligned.
+    k_cache, v_cache one layer's; window int64, 0: all; softcap, 0: none; sinks float32 [Hq], or empty: none; out
+    float32 [>= rows, Hq * D]; scratch uint8 [>= num_threads, `attention_scratch_bytes`], 8-byte aligned.
     """
     kv_heads = k_cache.shape[1]
     heads = qkv.shape[1] // k_cache.shape[3] - 2 * kv_heads
@@ -277,9 +345,10 @@ def paged_attention(
     octets = own[: 8 * _INTEGERS].view(np.int64)
     work = own[8 * _INTEGERS : own.size // 4 * 4].view(np.float32)
     tables = block_tables.reshape(block_tables.size)
+    window = window if window else np.int64(1 << 62)
     cost = 0
     for row in range(rows):
-        cost += np.int64(positions[row]) + 1
+        cost += min(np.int64(positions[row]) + 1, window)
     low = cost * heads * thread // num_threads
     high = cost * heads * (thread + 1) // num_threads
     done = 0
@@ -289,7 +358,7 @@ def paged_attention(
         end_row = row
         cost = 0
         while end_row < rows and end_row - row < rows_at_once and sequences[end_row] == sequences[row]:
-            cost += np.int64(positions[end_row]) + 1
+            cost += min(np.int64(positions[end_row]) + 1, window)
             end_row += 1
         # Head h of these rows starts at done + h * cost, and belongs to the thread in whose range that lies.
         head = min(max(-(-(low - done) // cost), 0), heads)
@@ -305,6 +374,9 @@ def paged_attention(
                 k_cache,
                 v_cache,
                 np.float32(scale),
+                window,
+                np.float32(softcap),
+                sinks,
                 out,
                 octets,
                 work,

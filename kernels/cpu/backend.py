@@ -20,11 +20,10 @@ from shardline.kernels.cpu import linear, operations, pool, sample
 from shardline.kernels.cpu.attention import attention_scratch_bytes
 from shardline.kernels.cpu.commands import address, float_bits
 from shardline.kernels.cpu.expert_ops import ExpertOps
-from shardline.kernels.cpu.jit import check_processor, target_features
+from shardline.kernels.cpu.jit import Operation, check_processor, target_features
 from shardline.kernels.cpu.ops import SHARE_WORK
 from shardline.kernels.cpu.product_ops import ProductOps
 from shardline.kernels.cpu.resident import aligned_empty
-from shardline.kernels.errors import UnsupportedOperationError
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 
 
@@ -95,20 +94,32 @@ class CpuBackend(ProductOps, ExpertOps):
         pass  # the attention of this backend shares nothing between layers
 
     def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int, *, scale: float = 1.0) -> None:
-        if scale != 1.0:
-            raise UnsupportedOperationError("scaled embeddings", self.name)
         checks.embedding(token_ids, weight.channels, weight.inputs, out, rows)
         self._enqueue(
             linear.embedding,
             self._shares(rows, 32 * weight.inputs),
-            (address(weight.parts), len(weight.parts), address(token_ids), address(out), weight.inputs, rows),
+            (
+                address(weight.parts),
+                len(weight.parts),
+                address(token_ids),
+                address(out),
+                weight.inputs,
+                rows,
+                float_bits(scale),
+            ),
             (weight, token_ids, out),
         )
 
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
+        self._rms_norm(operations.rms_norm_operation, x, weight, eps, out, rows)
+
+    def add_rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
+        self._rms_norm(operations.add_rms_norm_operation, x, weight, eps, out, rows)
+
+    def _rms_norm(self, operation: Operation, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
         checks.rms_norm(x, weight, out, rows)
         self._enqueue(
-            operations.rms_norm_operation,
+            operation,
             self._shares(rows, 8 * x.shape[1]),
             (address(x), address(weight), float_bits(eps), address(out), x.shape[1], rows),
             (x, weight, out),
@@ -126,8 +137,6 @@ class CpuBackend(ProductOps, ExpertOps):
         k_norm: Array | None = None,
         eps: float = 0.0,
     ) -> None:
-        if rope is None:
-            raise UnsupportedOperationError("layers without rotation", self.name)
         checks.rope_kv_write(qkv, rows, rope, cache.layout, layer, q_norm, k_norm)
         half = cache.layout.dtype == "float16"
         self._enqueue(
@@ -139,14 +148,11 @@ class CpuBackend(ProductOps, ExpertOps):
                 rows.count,
                 address(rows.positions),
                 address(rows.slots),
-                address(rope.cos),
-                address(rope.sin),
-                *rope.cos.shape,
-                rope.interleaved,
+                *((0, 0, 0, 0, 0) if rope is None else _rope_words(rope)),
                 *cache.words(layer),
                 address(q_norm),
                 address(k_norm),
-                0 if q_norm is None else cache.layout.head_dim,
+                0 if q_norm is None else len(q_norm),
                 float_bits(eps),
             ),
             (qkv, rows, rope, cache, q_norm, k_norm),
@@ -165,9 +171,7 @@ class CpuBackend(ProductOps, ExpertOps):
         softcap: float = 0.0,
         sinks: Array | None = None,
     ) -> None:
-        if window or softcap or sinks is not None:
-            raise UnsupportedOperationError("sliding windows, soft caps or attention sinks", self.name)
-        checks.paged_attention(qkv, rows, cache.layout, layer, out)
+        checks.paged_attention(qkv, rows, cache.layout, layer, out, window=window, softcap=softcap, sinks=sinks)
         half = cache.layout.dtype == "float16"
         self._enqueue(
             operations.paged_attention_float16 if half else operations.paged_attention_float32,
@@ -186,15 +190,21 @@ class CpuBackend(ProductOps, ExpertOps):
                 address(out),
                 address(self._attention_scratch),
                 self._attention_scratch.shape[1],
+                window,
+                float_bits(softcap),
+                address(sinks),
             ),
-            (qkv, rows, cache, out, self._attention_scratch),
+            (qkv, rows, cache, out, sinks, self._attention_scratch),
         )
 
-    def add_rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
-        raise UnsupportedOperationError("a norm after a sublayer", self.name)
-
     def soft_cap(self, x: Array, cap: float, rows: int) -> None:
-        raise UnsupportedOperationError("a soft cap", self.name)
+        checks.soft_cap(x, cap, rows)
+        self._enqueue(
+            operations.soft_cap_operation,
+            self._shares(rows, 4 * x.shape[1]),
+            (address(x), rows * x.shape[1], float_bits(cap)),
+            (x,),
+        )
 
     def gather_rows(self, x: Array, indices: Array, out: Array, count: int) -> None:
         checks.gather_rows(x, indices, out, count)
@@ -216,3 +226,8 @@ class CpuBackend(ProductOps, ExpertOps):
         self._enqueue(sample.sample_operation, shares, (address(words),), (words,))
         self.synchronize()
         return output
+
+
+def _rope_words(rope: RopeTable) -> tuple[int, ...]:
+    """Of a record: cos, sin, max positions, R / 2, interleaved."""
+    return address(rope.cos), address(rope.sin), *rope.cos.shape, rope.interleaved

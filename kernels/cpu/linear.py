@@ -17,7 +17,7 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
-from shardline.kernels.cpu.intrinsics import fma, half_to_float, pointer
+from shardline.kernels.cpu.intrinsics import float64_of_bits, fma, half_to_float, pointer
 from shardline.kernels.cpu.jit import jit, operation
 from shardline.kernels.cpu.microkernel import HALF, PASS_BYTES, ROW_TILE, accumulate, silu_times
 from shardline.kernels.cpu.resident import LANES, Matrix
@@ -163,10 +163,12 @@ def gated_linear(worker: int, share: int, num_shares: int, record: int) -> None:
 
 @operation
 def embedding(worker: int, share: int, num_shares: int, record: int) -> None:
-    """Words: parts, number of parts, token_ids, out, inputs, rows. An id outside the matrix gives a row of NaN."""
+    """Words: parts, number of parts, token_ids, out, inputs, rows, scale (float64 bits). An id outside the matrix gives
+    a row of NaN."""
     words = carray(pointer(record), (16,), np.int64)
     parts = carray(pointer(words[0]), (words[1], _PART_WORDS), np.int64)
     inputs, rows = words[4], words[5]
+    factor = np.float32(float64_of_bits(words[6]))
     token_ids = carray(pointer(words[2]), (rows,), np.int32)
     out = carray(pointer(words[3]), (rows, inputs), np.float32)
     first_row, end_row = _range_of(share, num_shares, rows)
@@ -177,15 +179,15 @@ def embedding(worker: int, share: int, num_shares: int, record: int) -> None:
             part = parts[index]
             if part[_FIRST] <= token < part[_FIRST] + part[_CHANNELS]:
                 found = True
-                _read_channel(part, token - part[_FIRST], out[row])
+                _read_channel(part, token - part[_FIRST], factor, out[row])
         if not found:
             for k in range(inputs):
                 out[row, k] = np.nan
 
 
 @jit
-def _read_channel(part: Any, channel: int, out: Any) -> None:
-    """out[k] = scale * q + minimum of one channel, rounded once."""
+def _read_channel(part: Any, channel: int, factor: float, out: Any) -> None:
+    """out[k] = factor times what scale * q + minimum of one channel rounds to."""
     block, lane = channel // LANES, channel % LANES
     groups, group_size, bits = part[_GROUPS], part[_GROUP_SIZE], part[_BITS]
     bytes_per_k = 8 * bits
@@ -204,7 +206,7 @@ def _read_channel(part: Any, channel: int, out: Any) -> None:
                 integer = q[k, lane] & 15
             else:
                 integer = q[k, lane - LANES // 2] >> 4
-            out[k] = fma(scale, np.float32(integer), minimum)
+            out[k] = factor * fma(scale, np.float32(integer), minimum)
 
 
 @jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from shardline.kernels.cpu import attention, rms_norm, rope
+from shardline.kernels.cpu import attention, rms_norm, rope, soft_cap
 from shardline.kernels.cpu.intrinsics import float64_of_bits, pointer
 from shardline.kernels.cpu.jit import jit, operation
 
@@ -14,11 +14,33 @@ from shardline.kernels.cpu.jit import jit, operation
 def rms_norm_operation(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: x, weight, eps (float64 bits), out, K, rows."""
     words = carray(pointer(record), (6,), np.int64)
+    x, weight, out = _rms_norm_arrays(words)
+    rms_norm.rms_norm(share, num_shares, x, weight, float64_of_bits(words[2]), out, words[5])
+
+
+@operation
+def add_rms_norm_operation(worker: int, share: int, num_shares: int, record: int) -> None:
+    """Words as of `rms_norm_operation`."""
+    words = carray(pointer(record), (6,), np.int64)
+    x, weight, out = _rms_norm_arrays(words)
+    rms_norm.add_rms_norm(share, num_shares, x, weight, float64_of_bits(words[2]), out, words[5])
+
+
+@jit
+def _rms_norm_arrays(words):
     size, rows = words[4], words[5]
     x = carray(pointer(words[0]), (rows, size), np.float32)
     weight = carray(pointer(words[1]), (size,), np.float32)
     out = carray(pointer(words[3]), (rows, size), np.float32)
-    rms_norm.rms_norm(share, num_shares, x, weight, float64_of_bits(words[2]), out, rows)
+    return x, weight, out
+
+
+@operation
+def soft_cap_operation(worker: int, share: int, num_shares: int, record: int) -> None:
+    """Words: x, its elements, cap (float64 bits)."""
+    words = carray(pointer(record), (3,), np.int64)
+    flat = carray(pointer(words[0]), (words[1],), np.float32)
+    soft_cap.soft_cap(share, num_shares, flat, float64_of_bits(words[2]))
 
 
 @jit
@@ -35,7 +57,7 @@ def _rope_kv_write(share, num_shares, record, dtype):
     keys = carray(pointer(words[10]), (blocks, kv_heads, block_size // rope.OCTET, dim, rope.OCTET), dtype)
     values = carray(pointer(words[11]), (blocks, kv_heads, block_size, value_stride), dtype)
     q_norm = carray(pointer(words[17]), (words[19],), np.float32)
-    k_norm = carray(pointer(words[18]), (words[19],), np.float32)
+    k_norm = carray(pointer(words[18]), (kv_heads * dim if words[19] > dim else words[19],), np.float32)
     eps = float64_of_bits(words[20])
     rope.rope_kv_write(
         share, num_shares, qkv, positions, slots, cos, sin, words[9] != 0, keys, values, q_norm, k_norm, eps, rows
@@ -45,7 +67,7 @@ def _rope_kv_write(share, num_shares, record, dtype):
 @operation
 def rope_kv_write_float32(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: qkv, its columns, rows, positions, slots, cos, sin, max positions, R / 2, interleaved, keys, values,
-    blocks, Hkv, block size, D, value stride, q_norm, k_norm, their length (0: none), eps (float64 bits)."""
+    blocks, Hkv, block size, D, value stride, q_norm, k_norm, q_norm's length (0: none), eps (float64 bits)."""
     _rope_kv_write(share, num_shares, record, np.float32)
 
 
@@ -57,7 +79,7 @@ def rope_kv_write_float16(worker: int, share: int, num_shares: int, record: int)
 
 @jit
 def _paged_attention(worker, share, num_shares, record, dtype):
-    words = carray(pointer(record), (19,), np.int64)
+    words = carray(pointer(record), (22,), np.int64)
     columns, rows = words[1], words[2]
     blocks, kv_heads, block_size, dim, value_stride = words[10], words[11], words[12], words[13], words[14]
     qkv = carray(pointer(words[0]), (rows, columns), np.float32)
@@ -69,16 +91,32 @@ def _paged_attention(worker, share, num_shares, record, dtype):
     out = carray(pointer(words[16]), (rows, columns - 2 * kv_heads * dim), np.float32)
     # The scratch belongs to the thread, whichever share it does.
     scratch = carray(pointer(words[17] + (worker - share) * words[18]), (num_shares, words[18]), np.uint8)
-    scale = float64_of_bits(words[15])
+    # Without sinks the address is 0.
+    sinks = carray(pointer(words[21]), ((out.shape[1] // dim if words[21] else 0),), np.float32)
     attention.paged_attention(
-        share, num_shares, qkv, positions, sequences, block_tables, keys, values, scale, out, scratch, rows
+        share,
+        num_shares,
+        qkv,
+        positions,
+        sequences,
+        block_tables,
+        keys,
+        values,
+        float64_of_bits(words[15]),
+        words[19],
+        float64_of_bits(words[20]),
+        sinks,
+        out,
+        scratch,
+        rows,
     )
 
 
 @operation
 def paged_attention_float32(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: qkv, its columns, rows, positions, sequences, block_tables, their rows, their columns, keys, values,
-    blocks, Hkv, block size, D, value stride, scale (float64 bits), out, scratch, scratch bytes a thread."""
+    blocks, Hkv, block size, D, value stride, scale (float64 bits), out, scratch, scratch bytes a thread, window,
+    softcap (float64 bits), sinks (0: none)."""
     _paged_attention(worker, share, num_shares, record, np.float32)
 
 

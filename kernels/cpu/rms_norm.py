@@ -45,13 +45,29 @@ def sum_of_squares(flat, offset, length):
 
 
 @jit
+def inverse_root_mean_square(flat, offset, length, eps):
+    """1 / sqrt(mean(flat[offset : offset + length]^2) + eps); eps float32."""
+    mean = sum_of_squares(flat, offset, length) / np.float32(length)
+    return np.float32(1.0) / np.float32(math.sqrt(np.float32(mean + eps)))
+
+
+@jit
 def rms_norm(thread, num_threads, x, weight, eps, out, rows):
     """out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight for r < rows. x, out float32 [>= rows, K]; weight [K]."""
     size = x.shape[1]
     flat = x.reshape(x.size)
-    eps = np.float32(eps)
     for row in range(rows * thread // num_threads, rows * (thread + 1) // num_threads):
-        mean = sum_of_squares(flat, row * size, size) / np.float32(size)
-        scale = np.float32(1.0) / np.float32(math.sqrt(np.float32(mean + eps)))
+        scale = inverse_root_mean_square(flat, row * size, size, np.float32(eps))
         for k in range(size):
             out[row, k] = x[row, k] * scale * weight[k]
+
+
+@jit
+def add_rms_norm(thread, num_threads, x, weight, eps, out, rows):
+    """As `rms_norm`, added to out."""
+    size = x.shape[1]
+    flat = x.reshape(x.size)
+    for row in range(rows * thread // num_threads, rows * (thread + 1) // num_threads):
+        scale = inverse_root_mean_square(flat, row * size, size, np.float32(eps))
+        for k in range(size):
+            out[row, k] += x[row, k] * scale * weight[k]

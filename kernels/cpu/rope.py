@@ -7,7 +7,6 @@ float16 pools are uint16 arrays.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numba.extending import overload
 from shardline.kernels.backend import KVLayout
 from shardline.kernels.cpu.intrinsics import float_to_half
 from shardline.kernels.cpu.jit import jit
-from shardline.kernels.cpu.rms_norm import sum_of_squares
+from shardline.kernels.cpu.rms_norm import inverse_root_mean_square
 from shardline.kernels.cpu.simd import LANES
 
 OCTET = 8
@@ -61,8 +60,9 @@ def rope_kv_write(
 ):
     """Normalise (if `q_norm` and `k_norm` are not empty) and turn queries and keys of qkv in place; write the cache.
 
-    qkv float32 [>= rows, (Hq + 2 Hkv) * D]; positions, slots int32; cos, sin float32 [max positions, R / 2];
-    k_cache and v_cache one layer's, float32 or uint16.
+    qkv float32 [>= rows, (Hq + 2 Hkv) * D]; positions, slots int32; cos, sin float32 [max positions, R / 2]; k_cache
+    and v_cache one layer's, float32 or uint16; q_norm, k_norm [D], or [Hq * D] and [Hkv * D]: one norm over all heads
+    of a row.
     """
     kv_heads = k_cache.shape[1]
     dim = k_cache.shape[3]
@@ -75,7 +75,12 @@ def rope_kv_write(
     flat = qkv.reshape(qkv.size)
     keys = k_cache.reshape(k_cache.size)
     values = v_cache.reshape(v_cache.size)
-    for item in range(rows * heads * thread // num_threads, rows * heads * (thread + 1) // num_threads):
+    whole_row = q_norm.size > dim
+    # A norm over all heads of a row reads what its first head is about to change: one thread does all of the row.
+    grain = heads if whole_row else 1
+    items = rows * heads // grain
+    scale = np.float32(0.0)
+    for item in range(items * thread // num_threads * grain, items * (thread + 1) // num_threads * grain):
         row = item // heads
         head = item - row * heads
         start = item * dim
@@ -88,10 +93,15 @@ def rope_kv_write(
             continue
         norm = q_norm if head < query_heads else k_norm
         if norm.size:
-            mean = sum_of_squares(flat, start, dim) / np.float32(dim)
-            scale = np.float32(1.0) / np.float32(math.sqrt(np.float32(mean + eps)))
+            weight = 0
+            if not whole_row:
+                scale = inverse_root_mean_square(flat, start, dim, eps)
+            elif head == 0 or head == query_heads:
+                scale = inverse_root_mean_square(flat, start, norm.size, eps)
+            if whole_row:
+                weight = (head if head < query_heads else head - query_heads) * dim
             for d in range(dim):
-                flat[start + d] = flat[start + d] * scale * norm[d]
+                flat[start + d] = flat[start + d] * scale * norm[weight + d]
         position = np.int64(positions[row])
         for i in range(half):
             first = start + (2 * i if interleaved else i)
