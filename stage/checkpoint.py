@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.kernels import GroupedMatrix
+from shardline.stage.errors import CheckpointError
 from shardline.stage.spec import ModelSpec
 
 
@@ -57,7 +58,14 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a model file and check its header. Raises CheckpointError."""
+    """Open a GGUF file or a Hugging Face folder, and check what it says of itself. Raises CheckpointError."""
+    path = Path(path)
+    if path.is_dir():
+        from shardline.stage.huggingface.checkpoint import HuggingFaceCheckpoint
+
+        return HuggingFaceCheckpoint(path)
+    if path.name == "config.json" or path.name.endswith((".safetensors", ".safetensors.index.json")):
+        raise CheckpointError(path, "file", "is one of several that make a model: give the folder that they are in")
     from shardline.stage.gguf.checkpoint import GgufCheckpoint
 
-    return GgufCheckpoint(Path(path))
+    return GgufCheckpoint(path)
