@@ -53,7 +53,8 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printing} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_ALPHABET = _byte_alphabet()
+"""The byte of each character that stands for one."""
 
 
 def spelled_bytes(token: str) -> bytes:
@@ -62,7 +63,7 @@ def spelled_bytes(token: str) -> bytes:
     A token with a character outside the byte alphabet was added to the vocabulary as plain text.
     """
     try:
-        return bytes([_BYTE_OF[character] for character in token])
+        return bytes([BYTE_ALPHABET[character] for character in token])
     except KeyError:
         return token.encode("utf-8")
 

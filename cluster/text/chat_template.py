@@ -19,9 +19,13 @@ CHATML = (
 )
 """A plain format of turns, for a model that has no template of its own."""
 
+DEFAULT = "default"
+"""The name of the template that is taken where no other is asked for."""
+
 _FIELD = "tokenizer.chat_template"
-_DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
+# What a message's reasoning is passed as: templates read the first; clients, and gpt-oss' template, have others.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _MAX_DEPTH = 100
 
 
@@ -33,16 +37,19 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, *, bos_token: str = "", eos_token: str = "", named: Mapping[str, str] | None = None
+        self, source: str | None, *, special: Mapping[str, str] | None = None, named: Mapping[str, str] | None = None
     ) -> None:
         """
         Args:
-            source: The Jinja source. It is compiled when first used, so that a broken one harms chats only.
-            bos_token, eos_token: The texts of the model's begin and end tokens, which templates write out.
+            source: The Jinja source; None where all templates have names. It is compiled when first used, so that a
+                broken one harms chats only.
+            special: The texts of the model's special tokens, such as "bos_token", which templates write out.
             named: Other templates of the model by name; "tool_use" is taken when tools are given.
         """
-        self._sources = {**(named or {}), _DEFAULT: source}
-        self._special = {"bos_token": bos_token, "eos_token": eos_token}
+        self._sources = dict(named or {})
+        if source is not None:
+            self._sources[DEFAULT] = source
+        self._special = dict(special or {})
         self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
@@ -59,7 +66,7 @@ class ChatTemplate:
         tokens = metadata.get("tokenizer.ggml.tokens")
 
         def special(name: str) -> str:
-            token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+            token_id = metadata.get(f"tokenizer.ggml.{name}_id")
             if not isinstance(tokens, list) or not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
                 return ""
             return str(tokens[token_id])
@@ -80,7 +87,7 @@ class ChatTemplate:
                 for key, value in metadata.items()
                 if key.startswith(prefix) and isinstance(value, str)
             }
-        return cls(source, bos_token=special("bos"), eos_token=special("eos"), named=named)
+        return cls(source, special={name: special(name) for name in ("bos_token", "eos_token")}, named=named)
 
     def render(
         self,
@@ -92,9 +99,10 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. Tokenize it with `encode(add_special=True, parse_special=True)`.
 
-        Content that is a list of text parts is joined with line breaks. Content that is None, as in a turn that only
-        calls tools, is given to the template as None if it can take that, else as an empty text. A tool call's
-        arguments that are the text of a JSON object are given as that object.
+        A field of a message that is None is left out, as if it had never been there. A template that cannot do without
+        a content, as that of a turn that only calls tools, gets an empty one. Content that is a list of text parts is
+        given as it is to a template that takes it apart, and to others joined with line breaks. A tool call's arguments
+        that are the text of a JSON object are given as that object.
 
         Args:
             messages: The conversation, oldest first; not empty.
@@ -109,31 +117,43 @@ class ChatTemplate:
         given = [_message(index, message) for index, message in enumerate(_messages(messages))]
         arguments = {
             **self._special,
+            "documents": None,
             **{name: _plain(name, value) for name, value in variables.items()},
             "add_generation_prompt": add_generation_prompt,
             "tools": _plain("tools", list(tools)) if tools else None,
         }
-        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
-        if all(message["content"] is not None for message in given):
+        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else DEFAULT
+        if any(isinstance(message.get("content"), list) for message in given):
+            text = self._render_parts(name, arguments, given)
+            if text is not None:
+                return text
+            given = [_joined(message) for message in given]
+        try:
             return self._render(name, {**arguments, "messages": given})
-        emptied = [message | {"content": message["content"] or ""} for message in given]
+        except TemplateError:
+            if all("content" in message for message in given):
+                raise
+            return self._render(name, {**arguments, "messages": [{"content": "", **message} for message in given]})
+
+    def _render_parts(self, name: str, arguments: Mapping[str, Any], given: list[dict[str, Any]]) -> str | None:
+        """The text, if the template takes lists of text parts apart: each part is found in it, and no list is."""
         try:
             text = self._render(name, {**arguments, "messages": given})
         except TemplateError:
-            return self._render(name, {**arguments, "messages": emptied})
-        try:
-            other = self._render(name, {**arguments, "messages": emptied})
-        except TemplateError:
-            return text
-        # A template that pastes the content in as it is writes "None" where there is no content.
-        return other if text.count("None") > other.count("None") else text
+            return None
+        lists = [message["content"] for message in given if isinstance(message.get("content"), list)]
+        taken_apart = all(str(parts) not in text for parts in lists)
+        whole = all(part["text"].strip() in text for parts in lists for part in parts)
+        return text if taken_apart and whole else None
 
     def _render(self, name: str, arguments: Mapping[str, Any]) -> str:
         try:
             template = self._compiled.get(name)
             if template is None:
-                template = self._compiled[name] = TemplateSandbox().from_string(self._sources[name])
+                template = self._compiled[name] = TemplateSandbox().from_string(self._source(name))
             return render_bounded(template, arguments)
+        except TemplateError:
+            raise
         except RefusedError as error:
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from error
         except jinja2.TemplateSyntaxError as error:
@@ -146,6 +166,13 @@ class ChatTemplate:
             # A template is a program of its own: whatever it runs into is a fault of its kind, never the engine's.
             raise TemplateError(f"the model's chat template failed: {type(error).__name__}: {error}") from error
 
+    def _source(self, name: str) -> str:
+        source = self._sources.get(name)
+        if source is None:
+            names = ", ".join(sorted(self._sources))
+            raise TemplateError(f"the model has no chat template for this: none is named {name!r}, only {names}")
+        return source
+
 
 def _messages(messages: Sequence[Message]) -> Sequence[Message]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
@@ -154,36 +181,44 @@ def _messages(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _message(index: int, message: Message) -> dict[str, Any]:
-    """A message as the template sees it: plain data, with a content that is a text or None."""
+    """A message as the template sees it: plain data. Its content is a text, a list of text parts, or not there."""
     field = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise InvalidParameterError(field, message, 'an object with "role" and "content"')
-    plain: dict[str, Any] = _plain(field, message)
+    plain: dict[str, Any] = {key: value for key, value in _plain(field, message).items() if value is not None}
     if not isinstance(plain.get("role"), str) or not plain["role"]:
         raise InvalidParameterError(f"{field}.role", plain.get("role"), 'a text such as "user"')
-    plain["content"] = _content(f"{field}.content", plain.get("content"))
+    if "content" in plain:
+        plain["content"] = _content(f"{field}.content", plain["content"])
     calls = plain.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             function["arguments"] = _object_or_text(function["arguments"])
-    return plain
+    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _content(field: str, content: object) -> str | None:
-    if content is None or isinstance(content, str):
+def _content(field: str, content: object) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidParameterError(field, content, "a text, null, or a list of text parts")
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
-        if not isinstance(text, str):
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise InvalidParameterError(
                 f"{field}[{index}]", part, 'a part like {"type": "text", "text": "..."}; this model reads text only'
             )
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append(part)
+    return parts
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
 def _object_or_text(arguments: str) -> object:

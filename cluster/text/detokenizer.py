@@ -23,21 +23,15 @@ class Detokenizer:
         puts at the beginning of a text."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._previous_id = previous_id
+        self._begins = tokenizer.begins(previous_id)
         self._utf8 = _UTF8(errors="replace")
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        tokenizer = self._tokenizer
         text: list[str] = []
         for token_id in ids:
-            if not (self._skip_special and tokenizer.is_special(token_id)):
-                piece = tokenizer.token_bytes(token_id)
-                if tokenizer.strips_space(token_id, self._previous_id):
-                    piece = piece[1:]
-                text.append(self._utf8.decode(piece))
-            if not tokenizer.is_transparent(token_id):
-                self._previous_id = token_id
+            piece, self._begins = self._tokenizer.spell(token_id, self._skip_special, self._begins)
+            text.append(self._utf8.decode(piece))
         return "".join(text)
 
     def finish(self) -> str:

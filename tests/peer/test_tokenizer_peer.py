@@ -162,7 +162,8 @@ class TestTransformers:
         theirs, _ = render_jinja_template(
             [messages], tools=tools, chat_template=source, bos_token="<s>", eos_token="</s>"
         )
-        assert ChatTemplate(source, bos_token="<s>", eos_token="</s>").render(messages, False, tools) == theirs[0]
+        special = {"bos_token": "<s>", "eos_token": "</s>"}
+        assert ChatTemplate(source, special=special).render(messages, False, tools) == theirs[0]
 
 
 def spelling() -> dict[int, str]:
