@@ -1,7 +1,7 @@
 """A decoder in float64 over a GGUF file, which it reads with the gguf package; no code of the room under test.
 
 Written from the families' own definitions: what a tensor is there for decides what is done with it, and what files
-leave to their reader (which layers have a window, how pairs lie, what an activation is) is said here by family once more.
+leave to their reader (which layers have a window, how pairs lie, which activation) is said here once more, by family.
 """
 
 from __future__ import annotations
