@@ -7,6 +7,7 @@ device's arrays have: dtype, shape and `flags.c_contiguous`.
 from __future__ import annotations
 
 from shardline.kernels.backend import Array, KVLayout, RopeTable, Rows
+from shardline.kernels.experts import RouterRule
 from shardline.kernels.sampling import SamplingBatch
 
 
@@ -47,13 +48,78 @@ def rms_norm(x: Array, weight: Array, out: Array, rows: int) -> None:
 
 
 def linear(x: Array, channels: int, inputs: int, out: Array, rows: int, bias: Array | None) -> None:
-    """Of `Backend.linear` and, without a bias, `Backend.gated_linear`."""
+    """Of `Backend.linear`."""
     count("rows", rows)
     table("x", x, rows, inputs)
     table("out", out, rows, channels)
     assert x is not out, "out overlaps x"
     if bias is not None:
         vector("bias", bias, channels)
+
+
+def gated_linear(x: Array, channels: int, inputs: int, out: Array, rows: int, bias: Array | None) -> None:
+    """Of `Backend.gated_linear`."""
+    linear(x, channels, inputs, out, rows, None)
+    if bias is not None:
+        vector("bias", bias, 2 * channels)
+
+
+def expert_biases(
+    experts: int, width: int, inputs: int, gate_bias: Array | None, up_bias: Array | None, down_bias: Array | None
+) -> None:
+    """Of `Backend.load_experts`, for experts whose gate is [width, inputs]."""
+    biases = (("gate_bias", gate_bias, width), ("up_bias", up_bias, width), ("down_bias", down_bias, inputs))
+    for name, bias, channels in biases:
+        assert (bias is None) == (gate_bias is None), "an expert's biases go together"
+        if bias is not None:
+            table(name, bias, experts, channels)
+
+
+def route(
+    router: Array,
+    rule: RouterRule,
+    expert_ids: Array,
+    shares: Array,
+    rows: int,
+    bias: Array | None,
+    choice_bias: Array | None,
+) -> None:
+    """Of `Backend.route`, all but x."""
+    count("rows", rows)
+    experts = int(router.shape[0])
+    table("router", router, experts, router.shape[1])
+    groups, kept = rule.num_groups, rule.groups_kept
+    even = groups >= 1 and experts % groups == 0 and 1 <= kept <= groups
+    assert even, f"{experts} experts in {groups} groups, of which {kept} are kept"
+    chosen, choice = rule.experts_per_token, kept * (experts // groups)
+    assert 1 <= chosen <= choice, f"{chosen} experts a token of {choice}"
+    _chosen(expert_ids, shares, rows, chosen)
+    for name, array in (("bias", bias), ("choice_bias", choice_bias)):
+        if array is not None:
+            vector(name, array, experts)
+
+
+def expert_mlp(inputs: int, expert_ids: Array, shares: Array, out: Array, rows: int) -> None:
+    """Of `Backend.expert_mlp`, all but x, which has `inputs` columns."""
+    count("rows", rows)
+    _chosen(expert_ids, shares, rows, expert_ids.shape[1])
+    table("out", out, rows, inputs)
+
+
+def add_gated(gate: Array, y: Array, out: Array, rows: int) -> None:
+    """Of `Backend.add_gated`, all but x, which has as many columns as the gate."""
+    count("rows", rows)
+    vector("gate", gate, gate.shape[0])
+    table("y", y, rows, y.shape[1])
+    table("out", out, rows, y.shape[1])
+    assert y is not out, "out overlaps y"
+
+
+def _chosen(expert_ids: Array, shares: Array, rows: int, chosen: int) -> None:
+    _array("expert_ids", expert_ids, "int32", 2)
+    enough = expert_ids.shape[0] >= rows and expert_ids.shape[1] == chosen
+    assert enough, f"expert_ids is {expert_ids.shape}, not [>= {rows}, {chosen}]"
+    table("shares", shares, rows, chosen)
 
 
 def heads(qkv: Array, rows: Rows, layout: KVLayout, layer: int) -> int:

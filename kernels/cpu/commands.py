@@ -108,6 +108,11 @@ def address(array: NDArray[Any] | None) -> int:
     return 0 if array is None else array.ctypes.data
 
 
+def row_address(array: NDArray[Any], index: int) -> int:
+    """Where a row of an array lies."""
+    return array.ctypes.data + index * array.strides[0]
+
+
 def float_bits(value: float) -> int:
     """A float as a record has it; `float64_of_bits` reads it."""
     bits: int = struct.unpack("q", struct.pack("d", value))[0]

@@ -5,8 +5,10 @@ The order contract, the same for any number of rows and threads. For output chan
     P = fma(q[n, k], x[r, k], P) and X = X + x[r, k] for k ascending in the group, both from zero
     T = fma(scale[n, g], P, T), then T = fma(minimum[n, g], X, T), from zero
 
-What may change with the number of rows: how many rows share one
-unpacking of a group's integers, and which thread computes a block. Threads split output channels and rows, never K.
+where k counts the matrix's columns; if their order is not that of the input channels, x[r, k] is the k-th column's.
+
+What may change with the number of rows: how many rows share one unpacking of a group's integers, and which thread
+computes a block. Threads split output channels and rows, never K.
 """
 
 from __future__ import annotations
@@ -17,23 +19,24 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
+from shardline.kernels.cpu.activation import activate
 from shardline.kernels.cpu.intrinsics import float64_of_bits, fma, half_to_float, pointer
 from shardline.kernels.cpu.jit import jit, operation
-from shardline.kernels.cpu.microkernel import HALF, PASS_BYTES, ROW_TILE, accumulate, silu_times
+from shardline.kernels.cpu.microkernel import HALF, PASS_BYTES, ROW_TILE, accumulate
 from shardline.kernels.cpu.resident import LANES, Matrix
 
 ROW_CHUNK = 64
 """Rows that share one unpacking of a group: their totals (16 KiB) and the unpacked group stay in the nearest cache."""
 
 # A matrix part as int64 words: addresses of q, scale and minimum; bits, group size, groups, first channel, channels,
-# whether scales are float16.
-_PART_WORDS = 9
-_Q, _SCALE, _MINIMUM, _BITS, _GROUP_SIZE, _GROUPS, _FIRST, _CHANNELS, _HALF = range(_PART_WORDS)
+# whether scales are float16, address of the columns' order (0: that of the channels).
+PART_WORDS = 10
+_Q, _SCALE, _MINIMUM, _BITS, _GROUP_SIZE, _GROUPS, _FIRST, CHANNELS, _HALF, ORDER = range(PART_WORDS)
 
 # Byte offsets in a thread's workspace.
-_GATE_TOTALS = 0
-_UP_TOTALS = 4 * ROW_CHUNK * LANES
-WORKSPACE_BYTES = 2 * _UP_TOTALS
+GATE_TOTALS = 0
+UP_TOTALS = 4 * ROW_CHUNK * LANES
+WORKSPACE_BYTES = 2 * UP_TOTALS
 """Scratch of one thread."""
 
 
@@ -60,6 +63,7 @@ def describe(matrix: Matrix) -> NDArray[np.int64]:
             part.first,
             part.channels,
             part.scale.dtype == np.float16,
+            0 if part.order is None else part.order.ctypes.data,
         )
         for part in matrix.parts
     ]
@@ -67,8 +71,11 @@ def describe(matrix: Matrix) -> NDArray[np.int64]:
 
 
 @jit
-def _block_totals(part: Any, block: int, x: int, x_stride: int, rows: int, totals: int) -> None:
-    """totals float32 [rows, 64] = rows of x times the block's channels."""
+def block_totals(part: Any, block: int, x: int, x_stride: int, ids: int, rows: int, totals: int) -> None:
+    """totals float32 [rows, 64] = rows of x times the block's channels.
+
+    ids is the address of int64 [rows], which rows of x; or 0: the first ones.
+    """
     groups, group_size, bits, half = part[_GROUPS], part[_GROUP_SIZE], part[_BITS], part[_HALF]
     scale_bytes = 4 - 2 * half
     for channel in range(0, HALF, PASS_BYTES):
@@ -83,8 +90,10 @@ def _block_totals(part: Any, block: int, x: int, x_stride: int, rows: int, total
                 scale,
                 minimum,
                 half,
-                x + 4 * row * x_stride,
-                x_stride,
+                _row_of(x, x_stride, ids, row),
+                _row_of(x, x_stride, ids, min(row + 1, rows - 1)),
+                _row_of(x, x_stride, ids, min(row + 2, rows - 1)),
+                _row_of(x, x_stride, ids, min(row + 3, rows - 1)),
                 totals + 4 * (row * LANES + channel),
                 groups,
                 group_size,
@@ -92,7 +101,36 @@ def _block_totals(part: Any, block: int, x: int, x_stride: int, rows: int, total
 
 
 @jit
-def _range_of(share: int, num_shares: int, count: int) -> tuple[int, int]:
+def _row_of(x: int, x_stride: int, ids: int, row: int) -> int:
+    if ids:
+        row = carray(pointer(ids + 8 * row), (1,), np.int64)[0]
+    return x + 4 * row * x_stride
+
+
+@jit
+def join(activation: int, gate_bias: int, up_bias: int, lanes: int, rows: int, workspace: int) -> None:
+    """Turn a block's gate totals, [rows, 64] in a workspace, into the activation of gate and up.
+
+    The biases are addresses of the block's, `lanes` many each, or 0.
+    """
+    if gate_bias:
+        _add_bias(workspace + GATE_TOTALS, gate_bias, lanes, rows)
+        _add_bias(workspace + UP_TOTALS, up_bias, lanes, rows)
+    for row in range(rows):
+        activate(activation, workspace + GATE_TOTALS + 4 * LANES * row, workspace + UP_TOTALS + 4 * LANES * row)
+
+
+@jit
+def _add_bias(totals: int, bias: int, lanes: int, rows: int) -> None:
+    values = carray(pointer(totals), (rows, LANES), np.float32)
+    added = carray(pointer(bias), (lanes,), np.float32)
+    for row in range(rows):
+        for lane in range(lanes):
+            values[row, lane] += added[lane]
+
+
+@jit
+def range_of(share: int, num_shares: int, count: int) -> tuple[int, int]:
     """A share's contiguous part of `count` tasks: first and end."""
     return share * count // num_shares, (share + 1) * count // num_shares
 
@@ -101,23 +139,23 @@ def _range_of(share: int, num_shares: int, count: int) -> tuple[int, int]:
 def linear(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: part, x, inputs, out, out_stride, rows, bias (0: none), accumulate, workspaces."""
     words = carray(pointer(record), (16,), np.int64)
-    part = carray(pointer(words[0]), (_PART_WORDS,), np.int64)
+    part = carray(pointer(words[0]), (PART_WORDS,), np.int64)
     x, inputs, out_stride, rows, accumulate = words[1], words[2], words[4], words[5], words[7]
     workspace = words[8] + worker * WORKSPACE_BYTES
-    first, channels = part[_FIRST], part[_CHANNELS]
+    first, channels = part[_FIRST], part[CHANNELS]
     out = carray(pointer(words[3]), (rows, out_stride), np.float32)
     bias = carray(pointer(words[6]), (first + channels,), np.float32)
     has_bias = words[6] != 0
-    totals = carray(pointer(workspace + _GATE_TOTALS), (ROW_CHUNK, LANES), np.float32)
+    totals = carray(pointer(workspace + GATE_TOTALS), (ROW_CHUNK, LANES), np.float32)
     blocks = (channels + LANES - 1) // LANES
     chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
-    task, end = _range_of(share, num_shares, blocks * chunks)
+    task, end = range_of(share, num_shares, blocks * chunks)
     while task < end:
         chunk, block = task // blocks, task % blocks
         row = chunk * ROW_CHUNK
         count = min(rows - row, ROW_CHUNK)
         x_chunk = x + 4 * row * inputs
-        _block_totals(part, block, x_chunk, inputs, count, workspace + _GATE_TOTALS)
+        block_totals(part, block, x_chunk, inputs, 0, count, workspace + GATE_TOTALS)
         lanes = min(channels - block * LANES, LANES)
         channel = first + block * LANES
         for i in range(count):
@@ -133,32 +171,57 @@ def linear(worker: int, share: int, num_shares: int, record: int) -> None:
 
 @operation
 def gated_linear(worker: int, share: int, num_shares: int, record: int) -> None:
-    """Words: gate part, up part, x, inputs, out, out_stride, rows, workspaces."""
+    """Words: gate part, up part, x for the gate, x for the up, inputs, out, out_stride, rows, activation, bias of the
+    gate and then of the up (0: none), workspaces."""
     words = carray(pointer(record), (16,), np.int64)
-    gate = carray(pointer(words[0]), (_PART_WORDS,), np.int64)
-    up = carray(pointer(words[1]), (_PART_WORDS,), np.int64)
-    x, inputs, out_stride, rows = words[2], words[3], words[5], words[6]
-    workspace = words[7] + worker * WORKSPACE_BYTES
-    channels = gate[_CHANNELS]
-    out = carray(pointer(words[4]), (rows, out_stride), np.float32)
-    totals = carray(pointer(workspace + _GATE_TOTALS), (ROW_CHUNK, LANES), np.float32)
+    gate = carray(pointer(words[0]), (PART_WORDS,), np.int64)
+    up = carray(pointer(words[1]), (PART_WORDS,), np.int64)
+    x_gate, x_up, inputs, out_stride, rows, bias = words[2], words[3], words[4], words[6], words[7], words[9]
+    workspace = words[10] + worker * WORKSPACE_BYTES
+    channels = gate[CHANNELS]
+    out = carray(pointer(words[5]), (rows, out_stride), np.float32)
+    totals = carray(pointer(workspace + GATE_TOTALS), (ROW_CHUNK, LANES), np.float32)
     blocks = (channels + LANES - 1) // LANES
     chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
-    task, end = _range_of(share, num_shares, blocks * chunks)
+    task, end = range_of(share, num_shares, blocks * chunks)
     while task < end:
         chunk, block = task // blocks, task % blocks
         row = chunk * ROW_CHUNK
         count = min(rows - row, ROW_CHUNK)
-        x_chunk = x + 4 * row * inputs
-        _block_totals(gate, block, x_chunk, inputs, count, workspace + _GATE_TOTALS)
-        _block_totals(up, block, x_chunk, inputs, count, workspace + _UP_TOTALS)
+        block_totals(gate, block, x_gate + 4 * row * inputs, inputs, 0, count, workspace + GATE_TOTALS)
+        block_totals(up, block, x_up + 4 * row * inputs, inputs, 0, count, workspace + UP_TOTALS)
         lanes = min(channels - block * LANES, LANES)
         channel = block * LANES
+        gate_bias = bias + 4 * channel if bias else 0
+        join(words[8], gate_bias, gate_bias + 4 * channels, lanes, count, workspace)
         for i in range(count):
-            silu_times(workspace + _GATE_TOTALS + 4 * LANES * i, workspace + _UP_TOTALS + 4 * LANES * i)
             for lane in range(lanes):
                 out[row + i, channel + lane] = totals[i, lane]
         task += 1
+
+
+@operation
+def order_columns(worker: int, share: int, num_shares: int, record: int) -> None:
+    """Words: x, order, out, K, rows: out[r, j] = x[r, order[j]]."""
+    words = carray(pointer(record), (16,), np.int64)
+    inputs, rows = words[3], words[4]
+    first, end = range_of(share, num_shares, rows)
+    for row in range(first, end):
+        order_row(words[0] + 4 * row * inputs, words[1], words[2] + 4 * row * inputs, inputs)
+
+
+@jit
+def order_row(x: int, order: int, out: int, inputs: int) -> None:
+    """out[j] = x[order[j]] of one row, or without an order (0) x[j]. Arguments are addresses."""
+    source = carray(pointer(x), (inputs,), np.float32)
+    target = carray(pointer(out), (inputs,), np.float32)
+    if order:
+        columns = carray(pointer(order), (inputs,), np.int32)
+        for j in range(inputs):
+            target[j] = source[columns[j]]
+    else:
+        for j in range(inputs):
+            target[j] = source[j]
 
 
 @operation
@@ -166,18 +229,18 @@ def embedding(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: parts, number of parts, token_ids, out, inputs, rows, scale (float64 bits). An id outside the matrix gives
     a row of NaN."""
     words = carray(pointer(record), (16,), np.int64)
-    parts = carray(pointer(words[0]), (words[1], _PART_WORDS), np.int64)
+    parts = carray(pointer(words[0]), (words[1], PART_WORDS), np.int64)
     inputs, rows = words[4], words[5]
     factor = np.float32(float64_of_bits(words[6]))
     token_ids = carray(pointer(words[2]), (rows,), np.int32)
     out = carray(pointer(words[3]), (rows, inputs), np.float32)
-    first_row, end_row = _range_of(share, num_shares, rows)
+    first_row, end_row = range_of(share, num_shares, rows)
     for row in range(first_row, end_row):
         token = np.int64(token_ids[row])
         found = False
         for index in range(words[1]):
             part = parts[index]
-            if part[_FIRST] <= token < part[_FIRST] + part[_CHANNELS]:
+            if part[_FIRST] <= token < part[_FIRST] + part[CHANNELS]:
                 found = True
                 _read_channel(part, token - part[_FIRST], factor, out[row])
         if not found:
@@ -195,6 +258,7 @@ def _read_channel(part: Any, channel: int, factor: float, out: Any) -> None:
         pointer(part[_Q] + block * groups * group_size * bytes_per_k), (groups * group_size, bytes_per_k), np.uint8
     )
     place = block * groups * LANES + lane
+    order = carray(pointer(part[ORDER]), (groups * group_size,), np.int32)
     for group in range(groups):
         index = place + group * LANES
         scale = _read_scale(part[_SCALE], part[_HALF], index)
@@ -206,7 +270,7 @@ def _read_channel(part: Any, channel: int, factor: float, out: Any) -> None:
                 integer = q[k, lane] & 15
             else:
                 integer = q[k, lane - LANES // 2] >> 4
-            out[k] = factor * fma(scale, np.float32(integer), minimum)
+            out[order[k] if part[ORDER] else k] = factor * fma(scale, np.float32(integer), minimum)
 
 
 @jit
@@ -224,7 +288,7 @@ def gather_rows(worker: int, share: int, num_shares: int, record: int) -> None:
     x = carray(pointer(words[0]), (available, width), np.float32)
     indices = carray(pointer(words[2]), (count,), np.int32)
     out = carray(pointer(words[3]), (count, width), np.float32)
-    first, end = _range_of(share, num_shares, count)
+    first, end = range_of(share, num_shares, count)
     for i in range(first, end):
         index = np.int64(indices[i])
         found = 0 <= index < available

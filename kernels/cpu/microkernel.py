@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from shardline.kernels.cpu.intrinsics import F16, F32, I8, I32, I64, emit_exp, emit_fma, splat
+from shardline.kernels.cpu.intrinsics import F16, F32, I8, I32, I64, emit_fma, splat
 from shardline.kernels.cpu.jit import target_features
 from shardline.kernels.cpu.resident import LANES
 
@@ -40,8 +40,10 @@ def accumulate(
     scale: Any,
     minimum: Any,
     half_scales: Any,
-    x: Any,
-    x_stride: Any,
+    x0: Any,
+    x1: Any,
+    x2: Any,
+    x3: Any,
     totals: Any,
     groups: Any,
     group_size: Any,
@@ -49,7 +51,7 @@ def accumulate(
     """Compute one pass of a block for 1..ROW_TILE rows.
 
     Weights (of 4 or 8 bits), scale, minimum (float16 if half_scales, else float32) and totals (float32 [rows, 64])
-    start at the pass's first channel; x is the first row, x_stride floats from one row to the next.
+    start at the pass's first channel; x0, x1, ... are the rows of x, as many as there are.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -61,14 +63,13 @@ def accumulate(
                         _emit_accumulate(builder, count, width, rest)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 11), codegen
+    return types.void(*(types.int64,) * 13), codegen
 
 
 def _emit_accumulate(builder: ir.IRBuilder, rows: int, bits: int, args: list[ir.Value]) -> None:
-    weights, scale, minimum, half, x, x_stride, totals, groups, group_size = args
+    weights, scale, minimum, half, *x_rows, totals, groups, group_size = args
     wide = ir.VectorType(F32, PASS_BYTES)
     zero = ir.Constant(wide, [0.0] * PASS_BYTES)
-    x_rows = [_at(builder, x, x_stride, 4 * row) for row in range(rows)]
     sums = [cgutils.alloca_once(builder, F32) for _ in range(rows)]
     products = [[cgutils.alloca_once(builder, wide) for _ in range(2)] for _ in range(rows)]
     is_half = builder.icmp_signed("!=", half, I64(0))
@@ -110,27 +111,9 @@ def _emit_accumulate(builder: ir.IRBuilder, rows: int, bits: int, args: list[ir.
                 builder.store(emit_fma(builder, minimums[side], group_sum, total), place, align=4)
 
 
-@intrinsic
-def silu_times(typingctx: Any, gate: Any, up: Any) -> Any:
-    """gate[j] = gate[j] / (1 + e^-gate[j]) * up[j] for the 64 float32 at each address."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        vector = ir.VectorType(F32, 16)
-        one = ir.Constant(vector, [1.0] * 16)
-        for offset in range(0, 4 * LANES, 64):
-            place = _pointer(builder, args[0], vector, offset)
-            gate = builder.load(place, align=4)
-            up = builder.load(_pointer(builder, args[1], vector, offset), align=4)
-            silu = builder.fdiv(gate, builder.fadd(one, emit_exp(builder, builder.fneg(gate))))
-            builder.store(builder.fmul(silu, up), place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-def _at(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stride: ir.Value | int) -> ir.Value:
+def _at(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stride: int) -> ir.Value:
     """address + index * stride."""
-    return builder.add(address, builder.mul(index, I64(stride) if isinstance(stride, int) else stride))
+    return builder.add(address, builder.mul(index, I64(stride)))
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset: int = 0) -> ir.Value:

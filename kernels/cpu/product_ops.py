@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from shardline.kernels import checks
 from shardline.kernels.backend import Array, Weight
 from shardline.kernels.cpu import linear
-from shardline.kernels.cpu.commands import address
-from shardline.kernels.cpu.ops import CpuOps
-from shardline.kernels.cpu.resident import GatedMatrix, Matrix, pack
-from shardline.kernels.errors import UnsupportedOperationError
+from shardline.kernels.cpu.activation import CODES
+from shardline.kernels.cpu.commands import address, row_address
+from shardline.kernels.cpu.ops import SPAN_ROWS, CpuOps, spans
+from shardline.kernels.cpu.resident import GatedMatrix, Matrix, pack, pack_gated
 from shardline.kernels.experts import Activation
 from shardline.kernels.matrix import GroupedMatrix
 
@@ -32,6 +32,12 @@ class CpuWeight:
         return self.matrix.nbytes
 
     @property
+    def ordered(self) -> bool:
+        """Whether a product has to bring x into the order of some part's columns."""
+        matrices = (self.matrix.gate, self.matrix.up) if isinstance(self.matrix, GatedMatrix) else (self.matrix,)
+        return any(part.order is not None for matrix in matrices for part in matrix.parts)
+
+    @property
     def channels(self) -> int:
         """N."""
         return self.matrix.gate.channels if isinstance(self.matrix, GatedMatrix) else self.matrix.channels
@@ -47,35 +53,38 @@ class ProductOps(CpuOps):
 
     def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
         matrix = pack(parts)
-        return self._keep(matrix, linear.describe(matrix))
+        return self._keep(CpuWeight(matrix, linear.describe(matrix)))
 
     def load_gated(self, gate: GroupedMatrix, up: GroupedMatrix) -> Weight:
-        assert gate.shape == up.shape, f"gate is {gate.shape}, up is {up.shape}"
-        pair = GatedMatrix(pack([gate]), pack([up]))
-        return self._keep(pair, np.concatenate([linear.describe(pair.gate), linear.describe(pair.up)]))
+        pair = pack_gated(gate, up)
+        return self._keep(CpuWeight(pair, np.concatenate([linear.describe(pair.gate), linear.describe(pair.up)])))
 
     def linear(
         self, x: Array, weight: Weight, out: Array, rows: int, *, bias: Array | None = None, accumulate: bool = False
     ) -> None:
         checks.linear(x, weight.channels, weight.inputs, out, rows, bias)
         assert isinstance(weight.matrix, Matrix), "linear wants a weight of load_matrix"
-        for part in weight.parts:
-            self._enqueue(
-                linear.linear,
-                self._shares(linear.tasks(weight.channels, rows), linear.task_work(weight.inputs, rows)),
-                (
-                    address(part),
-                    address(x),
-                    weight.inputs,
-                    address(out),
-                    weight.channels,
-                    rows,
-                    address(bias),
-                    accumulate,
-                    address(self._workspace),
-                ),
-                (x, weight, out, bias, self._workspace),
-            )
+        for first, count in _spans(weight, rows):
+            order, source = None, row_address(x, first)
+            for part, words in zip(weight.matrix.parts, weight.parts, strict=True):
+                if part.order is not order:
+                    order, source = part.order, self._in_order("ordered", part.order, x, first, count)
+                self._enqueue(
+                    linear.linear,
+                    self._shares(linear.tasks(weight.channels, count), linear.task_work(weight.inputs, count)),
+                    (
+                        address(words),
+                        source,
+                        weight.inputs,
+                        row_address(out, first),
+                        weight.channels,
+                        count,
+                        address(bias),
+                        accumulate,
+                        address(self._workspace),
+                    ),
+                    (x, weight, out, bias, self._workspace),
+                )
 
     def gated_linear(
         self,
@@ -87,28 +96,50 @@ class ProductOps(CpuOps):
         activation: Activation = "silu",
         bias: Array | None = None,
     ) -> None:
-        if activation != "silu" or bias is not None:
-            raise UnsupportedOperationError(f"an MLP with {activation} or biases", self.name)
-        checks.linear(x, weight.channels, weight.inputs, out, rows, None)
+        checks.gated_linear(x, weight.channels, weight.inputs, out, rows, bias)
         assert isinstance(weight.matrix, GatedMatrix), "gated_linear wants a weight of load_gated"
+        gate_order, up_order = weight.matrix.gate.parts[0].order, weight.matrix.up.parts[0].order
         gate, up = weight.parts
-        self._enqueue(
-            linear.gated_linear,
-            self._shares(linear.tasks(weight.channels, rows), 2 * linear.task_work(weight.inputs, rows)),
-            (
-                address(gate),
-                address(up),
-                address(x),
-                weight.inputs,
-                address(out),
-                weight.channels,
-                rows,
-                address(self._workspace),
-            ),
-            (x, weight, out, self._workspace),
-        )
+        for first, count in _spans(weight, rows):
+            for_gate = self._in_order("ordered", gate_order, x, first, count)
+            for_up = for_gate if up_order is gate_order else self._in_order("ordered up", up_order, x, first, count)
+            self._enqueue(
+                linear.gated_linear,
+                self._shares(linear.tasks(weight.channels, count), 2 * linear.task_work(weight.inputs, count)),
+                (
+                    address(gate),
+                    address(up),
+                    for_gate,
+                    for_up,
+                    weight.inputs,
+                    row_address(out, first),
+                    weight.channels,
+                    count,
+                    CODES[activation],
+                    address(bias),
+                    address(self._workspace),
+                ),
+                (x, weight, out, bias, self._workspace),
+            )
 
-    def _keep(self, matrix: Matrix | GatedMatrix, parts: NDArray[np.int64]) -> CpuWeight:
-        weight = CpuWeight(matrix, parts)
+    def _in_order(self, name: str, order: NDArray[np.int32] | None, x: Array, first: int, count: int) -> int:
+        """The address of `count` rows of x from `first` on, enqueued to be in an order of columns if there is one."""
+        if order is None:
+            return row_address(x, first)
+        inputs = x.shape[1]
+        scratch = self._scratch(name, 4 * min(len(x), SPAN_ROWS) * inputs)
+        self._enqueue(
+            linear.order_columns,
+            self._shares(count, 4 * inputs),
+            (row_address(x, first), address(order), address(scratch), inputs, count),
+            (x, order, scratch),
+        )
+        return address(scratch)
+
+    def _keep(self, weight: CpuWeight) -> CpuWeight:
         self._held.add(weight)
         return weight
+
+
+def _spans(weight: CpuWeight, rows: int) -> Iterable[tuple[int, int]]:
+    return spans(rows) if weight.ordered else ((0, rows),)
