@@ -76,7 +76,7 @@ class CheckpointLoader:
         """See `StageLoader`. Raises ModelNotFoundError, CheckpointError."""
         from shardline.stage import open_checkpoint
 
-        if not self.path.is_file():
+        if not os.path.exists(self.path):
             raise ModelNotFoundError(
                 f"{platform.node()} has no file {self.path}: every node needs the model at the same path"
             )
