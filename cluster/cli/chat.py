@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardline.cluster.build import EngineOptions
 from shardline.cluster.cli.engine import running
+from shardline.cluster.cli.interrupts import Interrupts
 from shardline.cluster.cli.output import say
 from shardline.cluster.client import Client
 from shardline.cluster.errors import ShardlineError, TemplateError
@@ -92,10 +93,11 @@ class Chat:
     def run(self) -> None:
         """Read and answer until Ctrl-D."""
         say(HELP)
-        with _history():
+        with Interrupts() as ctrl_c, _history():
             while True:
                 try:
-                    line = input("> ").strip()
+                    with ctrl_c.heard():
+                        line = input("> ").strip()
                 except EOFError:
                     sys.stdout.write("\n")
                     return
@@ -106,7 +108,7 @@ class Chat:
                 if line.startswith("/"):
                     self._command(line)
                 elif line:
-                    self._turn(line)
+                    self._turn(line, ctrl_c)
 
     def _command(self, line: str) -> None:
         if line == "/reset":
@@ -115,21 +117,21 @@ class Chat:
         else:
             say(HELP)
 
-    def _turn(self, line: str) -> None:
+    def _turn(self, line: str, ctrl_c: Interrupts) -> None:
         self._messages.append({"role": "user", "content": line})
         pieces: list[str] = []
         request = Request(messages=tuple(self._messages), params=self._params)
-        with contextlib.closing(answer(self._client, request)) as streamed:
-            try:
+        try:
+            with ctrl_c.heard(), contextlib.closing(answer(self._client, request)) as streamed:
                 pieces.extend(streamed)
-            except KeyboardInterrupt:
-                # What was said stays said.
-                sys.stdout.write("\n")
-                say("stopped")
-            except (ShardlineError, SchedulerError) as error:
-                self._messages.pop()
-                say(f"{error}. /reset forgets the chat", style="red")
-                return
+        except KeyboardInterrupt:
+            # What was said stays said.
+            sys.stdout.write("\n")
+            say("stopped")
+        except (ShardlineError, SchedulerError) as error:
+            self._messages.pop()
+            say(f"{error}. /reset forgets the chat", style="red")
+            return
         self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
 

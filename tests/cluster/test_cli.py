@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -300,12 +301,12 @@ def test_brackets_and_colons_are_shown_as_they_are(
 
 
 class Terminal:
-    """A command with a terminal of its own."""
+    """A program with a terminal of its own."""
 
-    def __init__(self, *arguments: str, cache: Path) -> None:
+    def __init__(self, command: list[str], cache: Path) -> None:
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
+            command,
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -339,16 +340,23 @@ class Terminal:
 
 
 @pytest.fixture
-def chat(smollm2: Path, tmp_path: Path) -> Iterator[Terminal]:
-    terminal = Terminal("run", str(smollm2), "--context", "2048", cache=tmp_path)
-    yield terminal
-    terminal.close()
+def terminal(tmp_path: Path) -> Iterator[Callable[[list[str]], Terminal]]:
+    """Starts a program in a terminal."""
+    with contextlib.ExitStack() as stack:
+
+        def start(command: list[str]) -> Terminal:
+            started = Terminal(command, tmp_path)
+            stack.callback(started.close)
+            return started
+
+        yield start
 
 
 CTRL_C, CTRL_D = "\x03", "\x04"
 
 
-def test_a_chat(chat: Terminal) -> None:
+def test_a_chat(terminal: Callable[[list[str]], Terminal], smollm2: Path) -> None:
+    chat = terminal([*COMMAND, "run", str(smollm2), "--context", "2048"])
     at = chat.wait_for("> ")
     chat.type("What is the capital of France?\r")
     at = chat.wait_for("Paris", at)
@@ -374,6 +382,60 @@ def test_a_chat(chat: Terminal) -> None:
     chat.type(CTRL_D)
     assert chat.process.wait(SECONDS) == 0
     assert "Traceback" not in chat.seen
+
+
+ALONE = """
+import shardline.cluster.cli.chat as chat
+from shardline import SamplingParams
+{}
+chat.Chat(None, None, SamplingParams()).run()
+"""
+"""A chat with nobody who answers."""
+
+PRESSED_BEFORE_READLINE_WAITS = """
+import ctypes, functools, readline, signal
+# Once, as the last before the wait at the first prompt; no Python code runs after it that would see the signal.
+press = map(ctypes.CDLL(None)["raise"], [int(signal.SIGINT)])
+readline.set_pre_input_hook(functools.partial(next, press, 0))
+"""
+
+PRESSED_WHILE_IT_IS_ANSWERED = """
+import os, signal
+say, lines = chat.say, 0
+
+def say_while_pressed(text):
+    global lines
+    lines += 1
+    pressed = lines in (2, 3)
+    if pressed:
+        os.kill(os.getpid(), signal.SIGINT)
+    say(text)
+    if pressed:
+        os.kill(os.getpid(), signal.SIGINT)
+
+chat.say = say_while_pressed
+"""
+
+
+def test_ctrl_c_just_before_readline_waits_is_not_lost(terminal: Callable[[list[str]], Terminal]) -> None:
+    chat = terminal([sys.executable, "-c", ALONE.format(PRESSED_BEFORE_READLINE_WAITS)])
+    at = chat.wait_for("> ", chat.wait_for("Ctrl-D quits"))
+    # Nothing is typed.
+    chat.wait_for("> ", chat.wait_for("Ctrl-D quits", at))
+    chat.type(CTRL_D)
+    assert chat.process.wait(SECONDS) == 0
+
+
+def test_ctrl_c_while_the_last_one_is_answered_waits_its_turn(terminal: Callable[[list[str]], Terminal]) -> None:
+    chat = terminal([sys.executable, "-c", ALONE.format(PRESSED_WHILE_IT_IS_ANSWERED)])
+    at = chat.wait_for("> ", chat.wait_for("Ctrl-D quits"))
+    chat.type(CTRL_C)
+    for _ in range(3):
+        at = chat.wait_for("Ctrl-D quits", at)
+    chat.wait_for("> ", at)
+    chat.type(CTRL_D)
+    assert chat.process.wait(SECONDS) == 0
+    assert chat.seen.count("Ctrl-D quits") == 4
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
