@@ -219,10 +219,18 @@ class HuggingFaceCheckpoint:
             for role in matrix_shapes(self.spec, layer):
                 for expert in self._experts(role):
                     used.update(self._storage(role, layer, expert).names)
+                    used.update(self._idle_bias(role, layer, expert))
         unused = self._config.family.unused(self._config.keys, self.spec)
         for name in self._folder.shards:
             if name not in used and not name.startswith(unused) and not name.endswith(".rotary_emb.inv_freq"):
                 raise self._error(name, f"is not part of a {self._config.family.architecture} that is supported")
+
+    def _idle_bias(self, role: str, layer: int | None, expert: int | None) -> tuple[str, ...]:
+        """A bias that the model has not: some writers give every quantized module one, of zeros."""
+        name = f"{self._module(role, layer, expert)}.bias"
+        if name not in self._folder.shards or f"{role}_bias" in vector_shapes(self.spec, layer):
+            return ()
+        return (name,) if isinstance(self._storage(role, layer, expert), storage.Packed) else ()
 
     def _vector_names(self, role: str, layer: int | None) -> tuple[str, ...]:
         name = self._vector_name(role, layer)
@@ -260,6 +268,9 @@ class HuggingFaceCheckpoint:
             found.nbytes(shape)
         except ValueError as error:
             raise self._error(found.names[0], str(error)) from None
+        for name in self._idle_bias(role, layer, expert):
+            if self._folder.read(name, 0, self._folder.info(name).nbytes).any():
+                raise self._error(name, f"is not zero, but {self._config.family.architecture} has no bias there")
 
     def _check_vector(self, role: str, layer: int | None, shape: tuple[int, ...]) -> None:
         name = self._vector_name(role, layer)

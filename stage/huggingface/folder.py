@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ class Folder:
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError: there are no safetensors files, or what says which there are is damaged."""
         self.path = path
-        self.on_open: Callable[[Path, Mapping[str, TensorInfo]], None] = lambda path, tensors: None
         self._open: dict[str, tuple[int, Header]] = {}
         self._closed = False
         self._index = b""
@@ -56,6 +56,7 @@ class Folder:
             self.shards = dict.fromkeys(header.tensors, SINGLE)
         else:
             raise self._without_weights()
+        self._counts = Counter(self.shards.values())
 
     def info(self, name: str) -> TensorInfo:
         """Where a tensor lies; opens its file. The name is one of `shards`. Raises CheckpointError."""
@@ -74,7 +75,7 @@ class Folder:
     def digest(self) -> bytes:
         """SHA-256 of the index, and of every file's header, size and a sample of each tensor."""
         digest = hashlib.sha256(self._index)
-        for shard in sorted(set(self.shards.values())):
+        for shard in sorted(self._counts):
             header = self._shard(shard)[1]
             digest.update(header.digest)
             for info in header.tensors.values():
@@ -96,7 +97,6 @@ class Folder:
             found = self._open_shard(shard)
             try:
                 self._check_against_index(shard, found[1])
-                self.on_open(self.path / shard, found[1].tensors)
             except BaseException:
                 os.close(found[0])
                 raise
@@ -119,7 +119,7 @@ class Folder:
                 raise CheckpointError(
                     self.path / shard, f"tensor {shown(name)}", f"is in this file, but {INDEX} {where}"
                 )
-        if len(header.tensors) < sum(place == shard for place in self.shards.values()):
+        if len(header.tensors) < self._counts[shard]:
             missing = next(name for name, place in self.shards.items() if place == shard and name not in header.tensors)
             raise CheckpointError(
                 self.path / shard, f"tensor {shown(missing)}", f"is missing, but {INDEX} places it in this file"
