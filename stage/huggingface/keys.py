@@ -33,6 +33,8 @@ _WITHOUT_EFFECT = """
 
 # The one value that changes nothing, for keys that some other value of changes what is computed.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
     "add_cross_attention": (False,),

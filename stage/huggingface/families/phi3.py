@@ -11,8 +11,6 @@ from shardline.stage.spec import LayerSpec, ModelSpec
 def _phi3(keys: Keys) -> ModelSpec:
     sizes = Sizes.read(keys)
     silu(keys)
-    for key in ("attention_bias", "mlp_bias"):
-        keys.only(key, lambda value: value is False, "a bias")
     window = window_of_all(keys, sizes)
     # Early files call LongRoPE "su", and some "yarn".
     rope = read_rope(keys, sizes.head_dim, aliases={"su": "longrope", "yarn": "longrope"})
