@@ -85,6 +85,7 @@ class ExpertOps(CpuOps):
         for expert in experts:
             matrices.append(pack_expert(expert))
             orders.append(expert.down.input_order)
+            del expert  # or it would stay until the next one has been read
         shapes = {(packed.down.inputs, packed.down.channels) for packed in matrices}
         assert len(shapes) == 1, f"experts of shapes {sorted(shapes)}"
         ((width, inputs),) = shapes
