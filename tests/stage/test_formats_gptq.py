@@ -89,6 +89,7 @@ def test_weights_are_the_layouts(k, n, group_size, resident, bits, symmetric, ho
     assert np.array_equal(got.dequantize(), weights(q, zeros, scales, channels))
     assert np.array_equal(got.integers(), q.T)
     assert got.scale.dtype == (np.float16 if symmetric else np.float32)
+    assert not np.signbit(got.minimum[got.minimum == 0]).any()
     assert got.nbytes == scheme.nbytes(got.shape, "F16")
 
 
