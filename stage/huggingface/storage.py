@@ -84,11 +84,18 @@ def find_storage(
     if len(found) > 1:
         raise CheckpointError(folder.path, f"tensor {found[0].names[0]}", f"is there, and so is {found[1].names[0]}")
     if not found:
-        raise CheckpointError(folder.path, f"tensor {plain}", "is missing")
+        problem = "is missing"
+        if format is None and (other := next((n for n in _quantized_names(module) if n in folder.shards), None)):
+            problem += f"; there is {other}, but config.json has no quantization_config that says how to read it"
+        raise CheckpointError(folder.path, f"tensor {plain}", problem)
     for name in found[0].names:
         if name not in folder.shards:
             raise CheckpointError(folder.path, f"tensor {name}", f"is missing, but {found[0].names[0]} is there")
     return found[0]
+
+
+def _quantized_names(module: str) -> tuple[str, ...]:
+    return f"{module}.qweight", f"{module}.weight_packed", f"{module}_blocks"
 
 
 def _packed(folder: Folder, format: Any, module: str) -> Packed:
