@@ -26,7 +26,7 @@ def template_from_folder(folder: Path, marks: FolderMarks) -> ChatTemplate:
     if not named:
         raise TemplateError(
             f"this model has no chat template ({folder} has no chat_template.jinja, and no chat_template in its"
-            " tokenizer_config.json), so it cannot take messages. Give a text prompt instead, or name a template, such as"
+            " tokenizer_config.json), so it cannot take messages. Give a text prompt, or name a template, such as"
             " ChatML."
         )
     return ChatTemplate(named.pop(DEFAULT, None), named=named, special=marks.names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -64,7 +65,7 @@ def read_json_tokenizer(path: Path, marks: FolderMarks) -> Tokenizer | None:
         texts,
         pieces,
         special,
-        _LibraryEncoder(path, library, {token_id: texts[token_id] for token_id in special}),
+        _LibraryEncoder(path, library, frozenset(texts[token_id] for token_id in special)),
         _first_space(document, decoding, frozenset(added)),
         _marks(library, marks, *parse_ends(document, known)),
         _coverage(document, vocabulary, decoding, pieces, squeezes),
@@ -74,8 +75,8 @@ def read_json_tokenizer(path: Path, marks: FolderMarks) -> Tokenizer | None:
 class _LibraryEncoder:
     """An `Encoder` over the library's tokenizer, which does all but what goes around a text."""
 
-    def __init__(self, path: Path, library: LibraryTokenizer, special: dict[int, str]) -> None:
-        """`special`: the special tokens' names by their ids."""
+    def __init__(self, path: Path, library: LibraryTokenizer, special: frozenset[str]) -> None:
+        """`special`: the special tokens' names."""
         self._path = path
         self._library = library
         self._special = special
@@ -83,46 +84,38 @@ class _LibraryEncoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, parse_special: bool) -> list[int]:
-        if parse_special:
-            return self._ids(self._library, text)
-        ids: list[int] = []
-        for token_id in self._ids(self._plain_library(), text):
-            ids += self._spelled_out(token_id)
-        return ids
-
-    def _spelled_out(self, token_id: int) -> list[int]:
-        """The token, or what its name is as plain text if the vocabulary gave a special token for it all the same."""
-        name = self._special.get(token_id)
-        if name is None:
-            return [token_id]
-        middle = len(name) // 2
-        halves = (name[:middle], name[middle:]) if middle else ()
-        return [inner for half in halves for inner in self.encode(half, parse_special=False)]
+        library = self._library if parse_special else self._plain_library()
+        encoding = _guarded(
+            self._path, "the tokenizers library fails on a text", lambda: library.encode(text, add_special_tokens=False)
+        )
+        return encoding.ids
 
     def _plain_library(self) -> LibraryTokenizer:
         """One that finds no special tokens; made when it is first needed, for it is as large as the other."""
         with self._lock:
             if self._plain is None:
                 document = json.loads(self._library.to_str())
-                _forget(document["model"], frozenset(self._special.values()))
+                _hide(document, self._special)
                 self._plain = LibraryTokenizer.from_str(json.dumps(document))
-                self._plain.encode_special_tokens = True
             return self._plain
 
-    def _ids(self, library: LibraryTokenizer, text: str) -> list[int]:
-        encoding = _guarded(
-            self._path, "the tokenizers library fails on a text", lambda: library.encode(text, add_special_tokens=False)
-        )
-        return encoding.ids
 
-
-def _forget(model: dict[str, Any], special: frozenset[str]) -> None:
-    """Take away the ways in which a model of the library makes special tokens of plain text."""
+def _hide(document: dict[str, Any], special: frozenset[str]) -> None:
+    """Give special tokens names that no text can hold, for nobody can guess them. Their ids stay."""
+    secret = secrets.token_hex(16)
+    hidden = {name: f"{secret}{index}" for index, name in enumerate(special)}
+    model = document["model"]
     if model["type"] == "BPE":
-        model["merges"] = [merge for merge in model["merges"] if "".join(merge) not in special]
+        model["vocab"] = {hidden.get(token, token): token_id for token, token_id in model["vocab"].items()}
+        model["merges"] = [
+            (left, right) for left, right in model["merges"] if hidden.keys().isdisjoint((left, right, left + right))
+        ]
+        model["unk_token"] = hidden.get(model["unk_token"], model["unk_token"])
     else:
-        worst = min(score for _, score in model["vocab"])
-        model["vocab"] = [[token, worst - 1e4 if token in special else score] for token, score in model["vocab"]]
+        model["vocab"] = [(hidden.get(token, token), score) for token, score in model["vocab"]]
+    for token in document["added_tokens"]:
+        token["content"] = hidden.get(token["content"], token["content"])
+    document["post_processor"] = None
 
 
 def _guarded(path: Path, what: str, call: Callable[[], _T]) -> _T:

@@ -163,7 +163,7 @@ def _template_ends(step: JsonObject, known: frozenset[int]) -> tuple[tuple[int, 
             for token_id in ids:
                 if token_id not in known:
                     raise entry.error("ids", f"has {token_id}, which is no token's id")
-            ends[seen_text] += ids
+            ends[seen_text].extend(ids)
         elif sequence is not None and not seen_text and sequence.text("id") == "A":
             seen_text = True
         else:
