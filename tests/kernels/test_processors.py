@@ -15,15 +15,17 @@ from shardline.kernels.cpu.jit import target_features
 SCRIPT = """
 import hashlib
 import numpy as np
-from shardline.kernels import GroupedMatrix, KVLayout, RopeTable, Rows, SamplingBatch, cpu_backend, pack_nibbles
+from shardline.kernels import Expert, GroupedMatrix, KVLayout, RopeTable, RouterRule, Rows, SamplingBatch
+from shardline.kernels import cpu_backend, pack_nibbles
 from shardline.kernels.cpu.microkernel import PASS_BYTES
 
 rng = np.random.default_rng(0)
 
-def matrix(bits, group_size, dtype):
-    q = rng.integers(0, 1 << bits, (130, 192), dtype=np.uint8)
-    scale = rng.random((130, 192 // group_size)).astype(dtype)
-    return GroupedMatrix(bits, group_size, pack_nibbles(q) if bits == 4 else q, scale, -scale * 7)
+def matrix(bits, group_size, dtype, channels=130, inputs=192, ordered=False):
+    q = rng.integers(0, 1 << bits, (channels, inputs), dtype=np.uint8)
+    scale = rng.random((channels, inputs // group_size)).astype(dtype)
+    order = rng.permutation(inputs).astype(np.int32) if ordered else None
+    return GroupedMatrix(bits, group_size, pack_nibbles(q) if bits == 4 else q, scale, -scale * 7, order)
 
 backend = cpu_backend(1)
 digest = hashlib.sha256()
@@ -38,6 +40,30 @@ for rows in (1, 2, 3, 4, 67):
     backend.gated_linear(normed, gated, product, rows)
     for array in (normed, out, product):
         digest.update(backend.read(array).tobytes())
+
+router = backend.upload(rng.standard_normal((7, 192), np.float32))
+for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
+    experts = backend.load_experts(
+        (
+            Expert(
+                matrix(4, 32, "float16", 96, ordered=True),
+                matrix(8, 64, "float32", 96, ordered=True),
+                matrix(4, 16, "float16", 192, 96),
+            )
+            for _ in range(7)
+        ),
+        activation=activation,
+    )
+    for rows in (1, 67):
+        x = backend.upload(rng.standard_normal((rows, 192), np.float32) / 100)
+        ids, shares = backend.empty((rows, 3), "int32"), backend.empty((rows, 3), "float32")
+        result = backend.upload(np.zeros((rows, 192), np.float32))
+        backend.route(x, router, RouterRule(3), ids, shares, rows)
+        backend.expert_mlp(x, experts, ids, shares, result, rows)
+        backend.add_gated(x, norm, x, result, rows)
+        for array in (ids, shares, result):
+            digest.update(backend.read(array).tobytes())
+        assert np.isfinite(backend.read(result)).all()
 
 length, dim = 300, 80
 angles = rng.random((length, dim // 2), np.float32)
