@@ -92,6 +92,7 @@ class AsyncStream:
         """End the request and expect nothing more of it."""
         self.cancel()
         self._running = 0
+        self._ready.clear()
 
     async def __aenter__(self) -> Self:
         return self
@@ -226,6 +227,7 @@ class Stream:
     def close(self) -> None:
         """End the request and expect nothing more of it."""
         self._runner.call(self._stream.aclose())
+        self._ready.clear()
 
     def __enter__(self) -> Self:
         return self

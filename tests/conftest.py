@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,13 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+
+with contextlib.suppress(ImportError):  # the tests on a GPU need no hypothesis
+    from hypothesis import HealthCheck, settings
+
+    # How fast the machine is decides no test.
+    settings.register_profile("shardline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("shardline")
 
 
 @pytest.fixture(scope="session")

@@ -303,11 +303,12 @@ class Listener:
                 self._admitted = sock
                 self._changed.notify_all()
         except (TransportError, OSError) as error:
-            sock.close()
+            # Before the candidate can see that it was refused.
             with self._changed:
                 self._refusals.append(str(error))
                 if claimed:
                     self._claimed = False
+            sock.close()
         finally:
             self._candidates.release()
 

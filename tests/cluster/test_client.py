@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,12 @@ import pytest
 import shardline
 from shardline import Client, Request, SamplingParams
 from shardline.cluster import AsyncClient, EngineDeadError, ModelNotFoundError, ShardlineError
-from shardline.cluster.inbox import merge
 from shardline.scheduler import InvalidParameterError, RequestTooLargeError
 
 CHAT = ({"role": "user", "content": "What is the capital of France?"},)
 GREEDY = SamplingParams(max_tokens=12)
+# Four sequences run at a time, so its own end is more than ten thousand steps away: no test and no machine gets there.
+ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True, n=128)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def client(smollm2: Path) -> Iterator[Client]:
 
 def idle(client: Client) -> None:
     """Wait until nothing runs any more; then no block may be held."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (status := client.status()).requests:
         assert time.monotonic() < deadline, "requests that nobody wants still run"
         time.sleep(0.01)
@@ -47,7 +49,7 @@ def threads() -> set[threading.Thread]:
 
 def ends_with(expected: set[threading.Thread]) -> None:
     """Wait until there are just these: some are told to end and not waited for."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threads() != expected:
         assert time.monotonic() < deadline, threads() - expected
         time.sleep(0.01)
@@ -56,7 +58,6 @@ def ends_with(expected: set[threading.Thread]) -> None:
 def test_a_chat_is_answered(client: Client) -> None:
     stream = client.submit(CHAT, GREEDY)
     deltas = list(stream)
-    assert len(deltas) > 3
     assert "Paris" in "".join(delta.text for delta in deltas)
     assert deltas[-1].finish_reason == "stop"
     assert {delta.request_id for delta in deltas} == {stream.request_id}
@@ -117,8 +118,8 @@ def test_streams_side_by_side_equal_those_alone(client: Client) -> None:
 
 
 def test_cancel_ends_with_abort_and_frees(client: Client) -> None:
-    stream = client.submit(CHAT, SamplingParams(max_tokens=400, ignore_eos=True))
-    next(stream)
+    stream = client.submit(CHAT, ENDLESS)
+    assert next(stream).finish_reason is None
     stream.cancel()
     deltas = list(stream)
     assert deltas[-1].finish_reason == "abort"
@@ -128,26 +129,25 @@ def test_cancel_ends_with_abort_and_frees(client: Client) -> None:
 
 @pytest.mark.parametrize("how", ["with", "close", "drop", "break"])
 def test_a_stream_that_is_left_ends_its_request(client: Client, how: str) -> None:
-    long = SamplingParams(max_tokens=400, ignore_eos=True)
     if how == "with":
-        with client.submit(CHAT, long) as stream:
+        with client.submit(CHAT, ENDLESS) as stream:
             next(stream)
     elif how == "close":
-        stream = client.submit(CHAT, long)
+        stream = client.submit(CHAT, ENDLESS)
         stream.close()
     elif how == "drop":
-        stream = client.submit(CHAT, long)
+        stream = client.submit(CHAT, ENDLESS)
         next(stream)
         del stream
     else:
-        for _ in client.submit(CHAT, long):
+        for _ in client.submit(CHAT, ENDLESS):
             break
     gc.collect()
     idle(client)
 
 
 def test_results_of_a_closed_stream_are_refused(client: Client) -> None:
-    stream = client.submit(CHAT, GREEDY)
+    stream = client.submit(CHAT, ENDLESS)
     next(stream)
     stream.close()
     with pytest.raises(ShardlineError, match="closed"):
@@ -235,16 +235,17 @@ def test_the_async_twin(smollm2: Path) -> None:
             assert list(await asyncio.gather(*map(ask, range(4)))) == alone
             assert "Paris" in await (await client.submit(CHAT, GREEDY)).text()
 
-            stream = await client.submit(CHAT, SamplingParams(max_tokens=200, ignore_eos=True))
+            endless = replace(ENDLESS, max_tokens=200)
+            stream = await client.submit(CHAT, endless)
             await anext(stream)
             stream.cancel()
-            assert merge([delta async for delta in stream]).finish_reason == "abort"
-            async with await client.submit(CHAT, SamplingParams(max_tokens=200, ignore_eos=True)) as stream:
+            assert [delta async for delta in stream][-1].finish_reason == "abort"
+            async with await client.submit(CHAT, endless) as stream:
                 await anext(stream)
-            stream = await client.submit(CHAT, SamplingParams(max_tokens=200, ignore_eos=True))
+            stream = await client.submit(CHAT, endless)
             del stream
             gc.collect()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while (await client.status()).requests:
                     await asyncio.sleep(0.01)
             assert (await client.status()).scheduler.blocks_used == 0
@@ -260,7 +261,7 @@ def test_the_documented_programs_run(smollm2: Path) -> None:
     blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "connect(" not in block]
     assert len(blocks) == 5
     program = "\n".join(blocks).replace("smollm2-135m", str(smollm2))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
 
@@ -282,5 +283,5 @@ client = Client.local({str(smollm2)!r}, context=256, concurrency=2)
 stream = client.submit("Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True))
 print(len(next(stream).token_ids) > 0, "ray" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr

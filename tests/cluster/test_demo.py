@@ -46,7 +46,7 @@ def marked(mark: str) -> dict[int, str]:
 
 def left_over(mark: str) -> dict[int, str]:
     """What still runs after a fair while."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (found := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return found

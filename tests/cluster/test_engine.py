@@ -108,7 +108,7 @@ def expected(request: Request) -> tuple[int, ...]:
     return tuple(babble(request.token_ids, place) for place in range(request.params.max_tokens))
 
 
-def within(work: Coroutine[Any, Any, None], seconds: float = 30.0) -> None:
+def within(work: Coroutine[Any, Any, None], seconds: float = 120.0) -> None:
     """Run it; something that waits for ever fails instead."""
 
     async def bounded() -> None:
@@ -332,19 +332,20 @@ def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized(
 
     async def work() -> None:
         async with rig() as r:
-            longest = r.engine._text._longest_token
-            room = 2048 * longest * 4
+            too_long = "a " * 2048
+            while r.engine._text.tokenizer.fewest_tokens(too_long) <= 2048:
+                too_long *= 2
             with pytest.raises(RequestTooLargeError, match="2048"):
-                await r.run(Request(text="a " * (room // 2 - 100)))
+                await r.run(Request(text=too_long[: len(too_long) // 2]))
 
             def encode(*_: object, **__: object) -> list[int]:
                 raise AssertionError("it must not be tokenized")
 
             monkeypatch.setattr(Tokenizer, "encode", encode)
             with pytest.raises(RequestTooLargeError, match="shorten the prompt"):
-                await r.run(Request(text="a " * (room // 2 + 5000)))
+                await r.run(Request(text=too_long))
             with pytest.raises(RequestTooLargeError, match="shorten the prompt"):
-                await r.run(Request(messages=({"role": "user", "content": "a " * (room // 2 + 5000)},)))
+                await r.run(Request(messages=({"role": "user", "content": too_long},)))
 
     within(work())
 
@@ -369,7 +370,9 @@ def test_a_full_queue_is_refused(rig: Callable[..., Rig]) -> None:
             r.pipeline.gate.clear()
             tasks = [asyncio.create_task(r.whole(ask(5 + i))) for i in range(12)]
             refused = 0
-            await asyncio.sleep(0.05)
+            # One may run and two may wait.
+            while sum(task.done() for task in tasks) < 9:
+                await asyncio.sleep(0)
             r.pipeline.gate.set()
             for i, outcome in enumerate(await asyncio.gather(*tasks, return_exceptions=True)):
                 if isinstance(outcome, QueueFullError):
@@ -568,7 +571,7 @@ def test_a_loss_at_any_step_changes_no_byte(rig: Callable[..., Rig], where: str)
                 status = await r.engine.status()
                 assert (status.losses, status.state) == (1, "ready")
 
-    within(work(), 120)
+    within(work(), 240.0)
 
 
 def test_losses_with_steps_between_are_survived_for_ever(rig: Callable[..., Rig]) -> None:
@@ -594,7 +597,7 @@ def test_a_stage_that_is_lost_at_rest_comes_back_before_anyone_asks(rig: Callabl
             assert (await r.whole(ask(6))).token_ids == expected(ask(6))
             assert r.pipeline.recoveries == 1
 
-    within(work(), 5.0)
+    within(work())
 
 
 def test_recoveries_that_fail_are_tried_again_within_the_budget(rig: Callable[..., Rig]) -> None:
@@ -696,7 +699,7 @@ def test_a_scheduler_that_fails_ends_every_stream_and_gives_the_pipeline_back(ri
             await asyncio.sleep(0)
         await r.engine.close()
 
-    within(work(), 5.0)
+    within(work())
 
 
 def test_cancel_while_a_stage_comes_back(rig: Callable[..., Rig]) -> None:
@@ -818,7 +821,7 @@ def test_an_engine_that_is_closed_while_it_starts_does_not_become_ready(rig: Cal
         assert (await r.engine.status()).state == "closed"
         assert asyncio.all_tasks() <= {asyncio.current_task()}
 
-    within(work(), 5.0)
+    within(work())
 
 
 def test_an_id_that_is_used_again_is_not_ended_by_who_had_it_before(rig: Callable[..., Rig]) -> None:
@@ -834,7 +837,7 @@ def test_an_id_that_is_used_again_is_not_ended_by_who_had_it_before(rig: Callabl
             got += [delta async for delta in second]
             assert merge(got).token_ids == expected(ask(6, max_tokens=40))
 
-    within(work(), 5.0)
+    within(work())
 
 
 def test_close_while_a_stage_comes_back(rig: Callable[..., Rig]) -> None:
@@ -917,4 +920,4 @@ def test_any_company_any_trouble_the_same_tokens(rig: Callable[..., Rig], seed: 
             assert sum(counts) > 100
             assert r.engine._scheduler.stats().preemptions > 0
 
-    within(work(), 60)
+    within(work())

@@ -22,7 +22,7 @@ from shardline.cluster import node_tool
 LAUNCH = Path(shardline.cluster.__file__).parent / "launch.sh"
 
 
-def run(*arguments: object, check: bool = True, timeout: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, check: bool = True, timeout: float = 280, **env: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [str(argument) for argument in arguments],
         capture_output=True,
@@ -181,9 +181,9 @@ def test_stop_ends_what_has_the_mark_and_nothing_else():
     mark = f"test-{os.getpid()}"
     with sleeper(mark, False) as ours, sleeper(mark, True) as stubborn, sleeper(mark + "0", False) as other:
         assert sorted(node_tool.marked_processes(mark)) == sorted([ours.pid, stubborn.pid])
-        assert node_tool.stop(mark, seconds=0.5) == 2
-        assert ours.wait(5) == -signal.SIGTERM
-        assert stubborn.wait(5) == -signal.SIGKILL
+        assert node_tool.stop(mark, seconds=2.0) == 2
+        assert ours.wait(60) == -signal.SIGTERM
+        assert stubborn.wait(60) == -signal.SIGKILL
         assert other.poll() is None
         other.kill()
 

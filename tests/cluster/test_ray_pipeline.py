@@ -146,7 +146,7 @@ def work_with(
     async def run() -> None:
         try:
             await pipeline.start()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 await work(pipeline)
         finally:
             await pipeline.close()
@@ -159,6 +159,29 @@ def work_with(
             assert process.info is None or start_ticks(process.info.pid) != process.info.start_ticks
         assert groups() == 0
     return pipeline
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.01)
+
+
+def free_cpus() -> float:
+    """What Ray says, which comes a little after what has happened."""
+    return float(ray.available_resources().get("CPU", 0.0))
+
+
+def stop(pid: int) -> None:
+    """Stop a process and wait until all of its threads stand still: the signal alone does not say when."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def stands_still() -> bool:
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+
+    wait_until(stands_still, "the process stands still")
 
 
 async def pids(pipeline: RayPipeline) -> list[int]:
@@ -182,7 +205,7 @@ def test_steps_come_back_in_order_with_figures_of_every_stage():
             assert stage.receive_seconds > 0
             assert stage.where.endswith(" pretend")
             # Ray's default would have every other process of the host go first.
-            assert os.getpriority(os.PRIO_PROCESS, stage.pid) == 0
+            assert os.getpriority(os.PRIO_PROCESS, stage.pid) == os.getpriority(os.PRIO_PROCESS, 0)
 
     work_with(work)
 
@@ -230,6 +253,7 @@ def test_the_last_words_of_a_process_that_died_reach_the_user():
 
 
 def test_stages_that_fit_nowhere_are_refused_with_the_numbers():
+    wait_until(lambda: free_cpus() == 4, "what other tests had is free")
     pipeline = RayPipeline(
         specs(),
         Loader(),
@@ -239,10 +263,10 @@ def test_stages_that_fit_nowhere_are_refused_with_the_numbers():
     with pytest.raises(PlanningError, match=r"could not place .* Wanted stage 0: CPU 2, .* free CPU 4.* of CPU 4"):
         asyncio.run(pipeline.start())
     # Ray's own removal of a group that waits is not immediate.
-    deadline = time.monotonic() + 10
-    while any(group["state"] not in ("REMOVED", "CREATED") for group in placement_group_table().values()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    settled = ("REMOVED", "CREATED")
+    wait_until(
+        lambda: all(group["state"] in settled for group in placement_group_table().values()), "the group is removed"
+    )
     work_with(run_nothing)
 
 
@@ -274,7 +298,7 @@ def test_more_stages_than_cpus_share_them():
     async def run() -> None:
         try:
             await pipeline.start()
-            assert ray.available_resources()["CPU"] == pytest.approx(4 - 6 * 0.666)
+            wait_until(lambda: free_cpus() == pytest.approx(4 - 6 * 0.666), "the stages share the CPUs")
         finally:
             await pipeline.close()
 
@@ -333,7 +357,8 @@ def test_a_killed_stage_is_noticed_at_once_and_only_it_is_replaced():
             with pytest.raises(StageLostError, match=f"pid {before[victim]} on .*process has died") as caught:
                 # Nothing is submitted: an idle engine learns of it, too.
                 await pipeline.result()
-            assert time.monotonic() - began < 5
+            # Long before a deadline would tell.
+            assert time.monotonic() - began < pipeline._config.step_seconds / 3
             assert caught.value.stage == victim
             await pipeline.recover()
             after = await pids(pipeline)
@@ -356,10 +381,10 @@ def test_a_stage_that_hangs_is_found_by_the_deadline_and_replaced(how):
         before = await pids(pipeline)
         await run_steps(pipeline, range(5))
         if how == "stopped":
-            os.kill(before[1], signal.SIGSTOP)
+            stop(before[1])
         await pipeline.submit(plan_of(5))
         words = "has not answered 'progress'" if how == "stopped" else "has been computing step 5 for"
-        with pytest.raises(StageLostError, match=f"{words}.*no result of step 5 within 1 s") as caught:
+        with pytest.raises(StageLostError, match=f"{words}.*no result of step 5 within 3 s") as caught:
             await pipeline.result()
         assert caught.value.stage == 1
         await pipeline.recover()
@@ -368,20 +393,20 @@ def test_a_stage_that_hangs_is_found_by_the_deadline_and_replaced(how):
         assert [index for index in range(NUM_STAGES) if after[index] != before[index]] == [1]
         assert not Path(f"/proc/{before[1]}").exists()
 
-    work_with(work, Loader(faults={(1, 5): "sleep"} if how == "sleeping" else {}), step_seconds=1.0)
+    work_with(work, Loader(faults={(1, 5): "sleep"} if how == "sleeping" else {}), step_seconds=3.0)
 
 
 def test_a_pipeline_that_works_slowly_does_not_miss_the_deadline():
     async def work(pipeline: RayPipeline) -> None:
         for step_id in range(8):
             await pipeline.submit(plan_of(step_id))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.4)
             await pipeline.result()
         # Nothing in flight: nothing is due.
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(3.2)
         await run_steps(pipeline, range(8, 20))
 
-    work_with(work, step_seconds=1.0)
+    work_with(work, step_seconds=3.0)
 
 
 def test_a_recovery_that_fails_says_why_and_another_one_may_succeed():
@@ -414,7 +439,7 @@ def test_the_window_a_cancelled_wait_and_the_close():
 
         # Nothing comes back, so the fifth has to wait.
         stopped = (await pids(pipeline))[0]
-        os.kill(stopped, signal.SIGSTOP)
+        stop(stopped)
         for step_id in range(10, 14):
             await pipeline.submit(plan_of(step_id))
         fifth = asyncio.create_task(pipeline.submit(plan_of(14)))
@@ -496,11 +521,8 @@ def test_an_interrupted_program_leaves_no_process_behind(how, tmp_path):
         left = {int(pid): start_ticks(int(pid)) for pid in line.split()}
         assert None not in left.values()
         driver.send_signal(how)
-        driver.communicate(timeout=30)
-    deadline = time.monotonic() + 20
-    while left := {pid: ticks for pid, ticks in left.items() if start_ticks(pid) == ticks}:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+        driver.communicate(timeout=120)
+    wait_until(lambda: not any(start_ticks(pid) == ticks for pid, ticks in left.items()), "its processes are gone")
 
 
 def test_another_loaders_share_is_another_plan():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardline.cluster import Engine, Request
+from shardline.cluster.engine import EngineStatus
 from shardline.cluster.local_pipeline import LocalPipeline, stage_specs
 from shardline.cluster.pipeline import Pipeline
 from shardline.cluster.ray_pipeline import RayPipeline
@@ -151,12 +152,21 @@ def run_with(pipeline: RayPipeline, path: Path, work: Callable[[Engine], Awaitab
         engine = engine_of(path, pipeline, depth=len(SPLIT) + 2)
         try:
             await engine.start()
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(240):
                 await work(engine)
         finally:
             await engine.close()
 
     asyncio.run(run())
+
+
+async def after_losses(engine: Engine, losses: int) -> EngineStatus:
+    """Wait until the engine knows of that many losses and has brought the stages back. What was on its way behind a
+    lost stage may have been enough for the streams to end before it did."""
+    while (status := await engine.status()).losses < losses or status.state != "ready":
+        await asyncio.sleep(0.01)
+    assert status.losses == losses
+    return status
 
 
 async def pids(engine: Engine) -> list[int]:
@@ -170,7 +180,8 @@ def test_any_stage_killed_at_any_time(ray_cluster: None, smollm2: Path, undistur
 
     async def work(engine: Engine) -> None:
         assert await stream(engine) == undisturbed
-        rounds = (((1,), 40), ((1,), 150), ((0,), 9), ((0, 2), 80))
+        # Of 160 tokens; the last kill early enough that some of them need the fresh stage.
+        rounds = (((1,), 40), ((1,), 120), ((0,), 9), ((0, 2), 80))
         for losses, (victims, when) in enumerate(rounds, start=1):
             before = await pids(engine)
 
@@ -180,8 +191,7 @@ def test_any_stage_killed_at_any_time(ray_cluster: None, smollm2: Path, undistur
                         os.kill(before[victim], signal.SIGKILL)
 
             assert await stream(engine, kill) == undisturbed, f"stages {victims} killed after {when} tokens"
-            status = await engine.status()
-            assert status.losses == losses
+            status = await after_losses(engine, losses)
             after = await pids(engine)
             for stage in range(len(SPLIT)):
                 assert (after[stage] == before[stage]) == (stage not in victims)
@@ -190,8 +200,7 @@ def test_any_stage_killed_at_any_time(ray_cluster: None, smollm2: Path, undistur
         # And one while nothing runs: it is there again before anyone asks.
         before = await pids(engine)
         os.kill(before[1], signal.SIGKILL)
-        while (status := await engine.status()).losses == len(rounds) or status.state != "ready":
-            await asyncio.sleep(0.01)
+        await after_losses(engine, len(rounds) + 1)
         after = await pids(engine)
         assert [after[stage] == before[stage] for stage in range(len(SPLIT))] == [True, False, True]
         assert await stream(engine) == undisturbed
@@ -224,9 +233,10 @@ def test_a_stage_killed_again_while_it_is_brought_back(ray_cluster: None, smollm
 
         assert await stream(engine, kill) == undisturbed
         await again[0]
-        after = await pids(engine)
-        assert after[1] not in killed
-        assert (after[0], after[2]) == (before[0], before[2])
+        # The second kill may have come when the streams had all that they needed.
+        while len(stages := (await engine.status()).stages) < len(SPLIT) or stages[1].pid in killed:
+            await asyncio.sleep(0.01)
+        assert (stages[0].pid, stages[2].pid) == (before[0], before[2])
 
     run_with(pipeline, smollm2, work)
 

