@@ -11,12 +11,15 @@ Each block type is `w = scale * q + minimum` already; what differs is how the bi
     Q4_K   4     32     d * sc, exact       -(dmin * m), exact   float32
     Q5_K   8     32     d * sc, exact       -(dmin * m), exact   float32
     Q6_K   8     16     d * sc, exact       -32 d * sc           float32
+    MXFP4  8     32     2^(e - 128)         -12 * 2^(e - 128)    float16, where that holds them
 
 (A product of a float16, 11 bits, and a 6- or 8-bit integer fits float32's 24 bits.) Also `scale * q` is exact in
 float32 for all of them, so `GroupedMatrix.dequantize` rounds where the format's own definition does: in the sum only.
 
-F32, F16 and BF16 matrices have no integer form. They are quantized to Q8_0 when they are read, which is a rounding of
-the file's weights: the only one.
+Two kinds of matrices are rounded when they are read, and the reader warns of it. F32, F16 and BF16 have no integer
+form: they become Q8_0. Q2_K, Q3_K (groups of 16) and IQ4_NL, IQ4_XS (sixteen levels that are not evenly spaced) would
+be exact only in forms of 8 to 10 bits a weight, for which nobody who chose such a file has room: they are requantized
+to 4 bits in groups of 32, 5 bits a weight, by the kernels' search for the least squared error.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from shardline.kernels import GroupedMatrix, pack_nibbles
+from shardline.kernels import GroupedMatrix, pack_nibbles, quantize_groups
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -40,6 +43,13 @@ Parts = tuple[Bytes, Floats, Floats]
 _LOW, _FOUR = np.uint8(15), np.uint8(4)
 
 FLOAT_TYPES = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+
+REQUANTIZED = (
+    GGMLQuantizationType.Q2_K,
+    GGMLQuantizationType.Q3_K,
+    GGMLQuantizationType.IQ4_NL,
+    GGMLQuantizationType.IQ4_XS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +142,18 @@ def _q6_k(blocks: Bytes) -> Parts:
     return (low | high << _FOUR).reshape(-1, 256), scale, -32 * scale
 
 
+# Twice the sixteen floats of two exponent bits and one of mantissa, moved by 12 to be no integers below zero.
+_E2M1 = np.array([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], np.uint8)
+# Beyond it 24 steps leave float32's range.
+_LARGEST_EXPONENT = 251
+
+
+def _mxfp4(blocks: Bytes) -> Parts:
+    exponent = blocks[:, :1].astype(np.int32)
+    scale = np.where(exponent > _LARGEST_EXPONENT, np.inf, np.ldexp(np.float32(1), exponent - 128)).astype(np.float32)
+    return _E2M1[_nibbles(blocks[:, 1:])], scale, -12 * scale
+
+
 FORMATS: dict[GGMLQuantizationType, BlockFormat] = {
     GGMLQuantizationType.Q4_0: BlockFormat(4, 32, False, _q4_0),
     GGMLQuantizationType.Q4_1: BlockFormat(4, 32, False, _q4_1),
@@ -141,12 +163,25 @@ FORMATS: dict[GGMLQuantizationType, BlockFormat] = {
     GGMLQuantizationType.Q4_K: BlockFormat(4, 32, True, _q4_k),
     GGMLQuantizationType.Q5_K: BlockFormat(8, 32, True, _q5_k),
     GGMLQuantizationType.Q6_K: BlockFormat(8, 16, True, _q6_k),
+    GGMLQuantizationType.MXFP4: BlockFormat(8, 32, False, _mxfp4),
 }
+
+SUPPORTED = (*FLOAT_TYPES, *FORMATS, *REQUANTIZED)
+"""Types of matrices that can be read."""
 
 
 def format_of(kind: GGMLQuantizationType) -> BlockFormat:
     """The format that a matrix of that type is read into. Raises KeyError for a type that is not supported."""
-    return FORMATS[GGMLQuantizationType.Q8_0 if kind in FLOAT_TYPES else kind]
+    if kind in FLOAT_TYPES:
+        return FORMATS[GGMLQuantizationType.Q8_0]
+    return FORMATS[GGMLQuantizationType.Q4_1 if kind in REQUANTIZED else kind]
+
+
+def rounding(kind: GGMLQuantizationType) -> str | None:
+    """What is done to a matrix of a type that is not read exactly, for people."""
+    if kind in FLOAT_TYPES:
+        return "quantized to 8 bits in groups of 32"
+    return "requantized to 4 bits in groups of 32" if kind in REQUANTIZED else None
 
 
 def to_float32(raw: Bytes, kind: GGMLQuantizationType) -> Floats:
@@ -164,7 +199,7 @@ def assemble(pieces: Iterable[Bytes], kind: GGMLQuantizationType, shape: tuple[i
 
     Args:
         pieces: uint8 [rows, bytes a row]; all N rows, in order, in pieces of any size: only one is unpacked at a time.
-        kind: Their type; supported ones are `FORMATS` and `FLOAT_TYPES`.
+        kind: Their type, one of `SUPPORTED`.
         shape: (N, K).
 
     Raises:
@@ -179,19 +214,12 @@ def assemble(pieces: Iterable[Bytes], kind: GGMLQuantizationType, shape: tuple[i
     start = 0
     for piece in pieces:
         end = start + len(piece)
-        blocks = _requantized(to_float32(piece, kind)) if kind in FLOAT_TYPES else piece
-        block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0 if kind in FLOAT_TYPES else kind][1]
-        # Scales that are no numbers are looked for below; until then they may pass through the arithmetic.
-        with np.errstate(invalid="ignore", over="ignore"):
-            part_q, part_scale, part_minimum = target.unpack(blocks.reshape(-1, block_bytes))
-        if not (np.isfinite(part_scale).all() and np.isfinite(part_minimum).all()):
-            raise ValueError(f"a scale or minimum in rows {start} to {end - 1} is not a finite number")
-        part_q = part_q.reshape(end - start, k)
-        q[start:end] = pack_nibbles(part_q) if target.bits == 4 else part_q
-        limit = np.finfo(scale.dtype).max
-        if np.abs(part_minimum).max() > limit:
-            # -8 d and the like can leave float16's range where d does not; no sane file has such weights.
+        part_q, part_scale, part_minimum = _parts(piece, kind, target, start)
+        if scale.dtype == np.float16 and not (_fits(part_scale) and _fits(part_minimum)):
+            # -8 d and the like can leave float16's range where d does not, and MXFP4's powers of two too; but in no
+            # sane file.
             scale, minimum = scale.astype(np.float32), minimum.astype(np.float32)
+        q[start:end] = part_q.reshape(end - start, -1)
         scale[start:end] = part_scale.reshape(end - start, groups)
         minimum[start:end] = part_minimum.reshape(end - start, groups)
         start = end
@@ -199,7 +227,30 @@ def assemble(pieces: Iterable[Bytes], kind: GGMLQuantizationType, shape: tuple[i
     return GroupedMatrix(target.bits, target.group_size, q, scale, minimum)
 
 
-def _requantized(rows: Floats) -> Bytes:
+def _parts(
+    piece: Bytes, kind: GGMLQuantizationType, target: BlockFormat, start: int
+) -> tuple[Bytes, NDArray[Any], NDArray[Any]]:
+    """Of the rows from `start` on: q packed as in `GroupedMatrix`, scale and minimum."""
+    # What is no number is looked for at the end; until then it may pass through the arithmetic.
+    with np.errstate(invalid="ignore", over="ignore"):
+        if kind in REQUANTIZED:
+            values = gguf.quants.dequantize(piece, kind)
+            return quantize_groups(np.ascontiguousarray(values), target.bits, target.group_size)
+        if kind in FLOAT_TYPES:
+            piece, kind = _as_q8_0(to_float32(piece, kind)), GGMLQuantizationType.Q8_0
+        q, scale, minimum = target.unpack(piece.reshape(-1, GGML_QUANT_SIZES[kind][1]))
+    if not (np.isfinite(scale).all() and np.isfinite(minimum).all()):
+        raise ValueError(f"a scale or minimum in rows {start} to {start + len(piece) - 1} is not a finite number")
+    return pack_nibbles(q) if target.bits == 4 else q, scale, minimum
+
+
+def _fits(values: NDArray[Any]) -> bool:
+    """Whether float16 holds them exactly."""
+    with np.errstate(over="ignore"):
+        return bool((values.astype(np.float16) == values).all())
+
+
+def _as_q8_0(rows: Floats) -> Bytes:
     """float32 [rows, K] to Q8_0 bytes [rows, K / 32 * 34]."""
     if not np.isfinite(rows).all():
         raise ValueError("an element is not a finite number")

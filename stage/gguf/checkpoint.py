@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from shardline.kernels import GroupedMatrix
 from shardline.stage.errors import CheckpointError, shown
 from shardline.stage.gguf.architectures import read_model
-from shardline.stage.gguf.blocks import FLOAT_TYPES, assemble, format_of, to_float32
+from shardline.stage.gguf.blocks import assemble, format_of, rounding, to_float32
 from shardline.stage.gguf.header import TensorInfo
 from shardline.stage.gguf.keys import UnsupportedError
 from shardline.stage.gguf.parts import GgufParts
@@ -39,7 +39,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._told_of_floats = False
+        self._told: set[str] = set()
         self._fingerprint: str | None = None
         self._parts = GgufParts(path)
         try:
@@ -82,17 +82,19 @@ class GgufCheckpoint:
         return sum(format_of(info.kind).nbytes((rows, info.shape[-1])) for info in infos)
 
     def matrix(self, role: str, layer: int | None, expert: int | None = None) -> GroupedMatrix:
-        """See `Checkpoint`. Matrices of float types are quantized to 8 bits, with a warning."""
+        """See `Checkpoint`. A type that is rounded as it is read is told of once, in a warning."""
         source = self._source(role, layer)
         info, first = source.of(expert)
-        if info.kind in FLOAT_TYPES and not self._told_of_floats:
-            self._told_of_floats = True
+        how = rounding(info.kind)
+        if how is not None and how not in self._told:
+            self._told.add(how)
             _logger.warning(
-                "%s: %s and maybe other matrices are %s; they are quantized to 8 bits in groups of 32 as they are "
-                "read, so the model is not exactly the file's",
+                "%s: %s and maybe other matrices are %s; they are %s as they are read, so the model is not exactly the "
+                "file's",
                 self.path,
                 info.name,
                 info.kind.name,
+                how,
             )
         try:
             return assemble(self._rows(info, first, source.rows), info.kind, (source.rows, info.shape[-1]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardline.stage.errors import shown
-from shardline.stage.gguf.blocks import FLOAT_TYPES, FORMATS
+from shardline.stage.gguf.blocks import FLOAT_TYPES, SUPPORTED
 from shardline.stage.gguf.families import Family
 from shardline.stage.gguf.header import TensorInfo
 from shardline.stage.gguf.keys import UnsupportedError
@@ -184,7 +184,7 @@ class _Finder:
             raise UnsupportedError(
                 f"tensor {name}", f"has shape {list(info.shape)}; the model's keys say {list(shape)}"
             )
-        supported = (*FLOAT_TYPES, *FORMATS) if is_matrix else FLOAT_TYPES
+        supported = SUPPORTED if is_matrix else FLOAT_TYPES
         if info.kind not in supported:
             raise UnsupportedError(
                 f"tensor {name}",

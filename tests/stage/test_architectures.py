@@ -218,8 +218,8 @@ def replaced(name: str, data: np.ndarray, kind: Kind):
         ),
         (
             "llama",
-            replaced("blk.0.attn_q.weight", np.zeros((64, 36), np.uint8), Kind.IQ4_NL),
-            r"tensor blk\.0\.attn_q\.weight: type IQ4_NL is not supported here; F32, .*Q6_K are",
+            replaced("blk.0.attn_q.weight", np.zeros((64, 36), np.uint8), Kind.NVFP4),
+            r"tensor blk\.0\.attn_q\.weight: type NVFP4 is not supported here; F32, .*Q6_K, MXFP4, .*IQ4_XS are",
         ),
         (
             "llama",

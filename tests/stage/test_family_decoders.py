@@ -77,7 +77,7 @@ CASES = {
     ),
     "gpt-oss": (
         "gpt-oss",
-        {"layers": 4},
+        {"layers": 4, "kinds": [Kind.MXFP4, Kind.Q8_0]},
         {"count": 8, "used": 4},
         YARN | {"attention.sliding_window": 16, "rope.freq_base": 150000.0},
     ),

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from shardline.kernels import quantize_groups
 from shardline.stage import CheckpointError, open_checkpoint
 
-QUANTIZED = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+QUANTIZED = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.MXFP4]
+REQUANTIZED = [Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS]
 SHAPES = {
     Kind.Q4_0: (4, 32, np.float16),
     Kind.Q4_1: (4, 32, np.float16),
@@ -21,6 +23,7 @@ SHAPES = {
     Kind.Q4_K: (4, 32, np.float32),
     Kind.Q5_K: (8, 32, np.float32),
     Kind.Q6_K: (8, 16, np.float32),
+    Kind.MXFP4: (8, 32, np.float16),
 }
 ROLES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"} | {
     name: f"ffn_{name}" for name in ("gate", "up", "down")
@@ -75,6 +78,79 @@ def test_float_matrices_become_eight_bits_and_a_warning_says_so(tiny_model, kind
     assert str(path) in caplog.text
     assert kind.name in caplog.text
     assert "quantized to 8 bits" in caplog.text
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("kind", REQUANTIZED, ids=lambda kind: kind.name)
+def test_other_grids_become_four_bits_and_a_warning_says_so(tiny_model, kind, caplog):
+    """By the search of the kernels, on the file's own values; a random model is as hard as any."""
+    path = model(tiny_model, kind)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    checkpoint = open_checkpoint(path)
+    with caplog.at_level(logging.WARNING):
+        for role, name in ROLES.items():
+            matrix = checkpoint.matrix(role, 1)
+            values = gguf.dequantize(tensors[f"blk.1.{name}.weight"].data, kind)
+            q, scale, minimum = quantize_groups(values, 4, 32)
+            assert np.array_equal(matrix.q, q)
+            assert np.array_equal(matrix.scale, scale)
+            assert np.array_equal(matrix.minimum, minimum)
+            off = matrix.dequantize() - values
+            assert np.sqrt((off * off).mean()) < 0.1 * np.sqrt((values * values).mean())
+            assert (matrix.bits, matrix.group_size) == (4, 32)
+            assert matrix.nbytes == checkpoint.matrix_bytes(role, 1)
+    assert len(caplog.records) == 1
+    assert f"are {kind.name}; they are requantized to 4 bits in groups of 32" in caplog.text
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("kind", REQUANTIZED, ids=lambda kind: kind.name)
+def test_grids_that_are_no_numbers_are_refused(tiny_model, kind):
+    def poison(tensors):
+        data, _ = tensors["blk.1.ffn_up.weight"]
+        data = data.copy()
+        at = {Kind.Q2_K: 82, Kind.Q3_K: 108, Kind.IQ4_NL: 0, Kind.IQ4_XS: 0}[kind]
+        data[7, at : at + 2] = np.array([np.inf], np.float16).view(np.uint8)
+        tensors["blk.1.ffn_up.weight"] = (data, kind)
+
+    checkpoint = open_checkpoint(model(tiny_model, kind, edit=poison))
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up\.weight: an element is not a finite number"):
+        checkpoint.matrix("up", 1)
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("exponents", "dtype"), [((104, 140), np.float16), ((104, 103), np.float32), ((104, 141), np.float32)]
+)
+def test_powers_of_two_stay_exact(tiny_model, exponents, dtype):
+    """2^-24 and -12 * 2^12 are float16s, but the powers below and above are not: then a matrix has float32 scales."""
+
+    def change(tensors):
+        data, kind = tensors["blk.1.attn_q.weight"]
+        data = data.copy()
+        data[:, 0], data[9, 0] = exponents
+        tensors["blk.1.attn_q.weight"] = (data, kind)
+
+    path = tiny_model(kinds=[Kind.MXFP4], edit=change)
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.1.attn_q.weight")
+    checkpoint = open_checkpoint(path)
+    matrix = checkpoint.matrix("q", 1)
+    checkpoint.close()
+    assert matrix.scale.dtype == dtype
+    assert np.array_equal(matrix.dequantize(), gguf.dequantize(tensor.data, Kind.MXFP4))
+
+
+@pytest.mark.parametrize("exponent", [252, 255])
+def test_powers_of_two_that_are_no_weights_are_refused(tiny_model, exponent):
+    def change(tensors):
+        data, kind = tensors["blk.1.attn_q.weight"]
+        data = data.copy()
+        data[9, 0] = exponent
+        tensors["blk.1.attn_q.weight"] = (data, kind)
+
+    checkpoint = open_checkpoint(tiny_model(kinds=[Kind.MXFP4], edit=change))
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.attn_q\.weight: a scale .* is not a finite number"):
+        checkpoint.matrix("q", 1)
     checkpoint.close()
 
 

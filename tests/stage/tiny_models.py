@@ -46,6 +46,13 @@ def random_blocks(rng: np.random.Generator, kind: Kind, n: int, k: int, std: flo
         deviation = {Kind.Q4_K: 4.6, Kind.Q5_K: 9.2}[kind] * 37
         put(0, std / deviation)
         put(2, 1.63 * std / 37)
+    elif kind in (Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS):
+        at = {Kind.Q2_K: 80, Kind.Q3_K: 108, Kind.IQ4_NL: 0, Kind.IQ4_XS: 0}[kind]
+        put(at, std / {Kind.Q2_K: 9.9, Kind.Q3_K: 42, Kind.IQ4_NL: 65, Kind.IQ4_XS: 1200}[kind])
+        if kind == Kind.Q2_K:
+            put(82, std / 6)
+    elif kind == Kind.MXFP4:
+        blocks[:, 0] = 128 + round(np.log2(std / 5.9)) + rng.integers(-1, 2, len(blocks))
     else:
         assert kind == Kind.Q6_K, kind
         put(208, std / (18.5 * 74))
