@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,6 +12,31 @@ from shardline.kernels import Backend, KVLayout, RopeTable, Rows
 
 Step = Sequence[tuple[int, int, int]]
 """What runs at once: (sequence, first position, end position)."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What `paged_attention` is asked for beside the plain thing."""
+
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+
+    def sinks_of(self, heads: int) -> np.ndarray | None:
+        """One that is far below the scores, one that is among them, one that is above most, ..."""
+        return np.resize(np.float32([-40, 0.5, 3]), heads) if self.sinks else None
+
+
+PLAIN = Kind()
+KINDS = [
+    *(Kind(window=window) for window in (1, 7, 16, 33, 270, 2**40)),
+    Kind(softcap=1.5),
+    Kind(sinks=True),
+    Kind(window=7, sinks=True),
+    Kind(window=33, softcap=20.0),
+    Kind(softcap=5.0, sinks=True),
+    Kind(window=270, softcap=3.0, sinks=True),
+]
 
 
 class Paged:
@@ -44,19 +70,22 @@ class Paged:
         self.rope = RopeTable(backend.upload(ones), backend.upload(ones), True)
         self.cache = backend.allocate_kv(self.layout)
         slots = np.arange(self.layout.num_blocks * block_size, dtype=np.int32)
-        self._write(np.full((len(slots), qkv[0].shape[1]), np.nan, np.float32), np.zeros_like(slots), slots)
+        self.write(np.full((len(slots), qkv[0].shape[1]), np.nan, np.float32), np.zeros_like(slots), slots)
 
-    def _write(self, qkv: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
+    def write(self, qkv: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
         upload = self.backend.upload
         rows = Rows(len(qkv), upload(positions), upload(slots), None, None)
         self.backend.rope_kv_write(upload(qkv), rows, self.rope, self.cache, 0)
 
-    def run(self, steps: Sequence[Step], *, order: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Every sequence's outputs. `order` gives each sequence its row of the block tables."""
+    def run(self, steps: Sequence[Step], kind: Kind = PLAIN, *, order: Sequence[int] | None = None) -> list[np.ndarray]:
+        """Every sequence's outputs. `order` gives each sequence its row of the block tables.
+
+        A block that lies before all windows of a step has an id out of range then: it must never be read.
+        """
         upload = self.backend.upload
         place = np.arange(len(self.qkv)) if order is None else np.asarray(order)
-        tables = np.empty_like(self.tables)
-        tables[place] = self.tables
+        sinks = kind.sinks_of(self.query_heads)
+        given = {"softcap": kind.softcap, "sinks": None if sinks is None else upload(sinks)}
         out = [np.full((len(one), self.query_heads * self.dim), np.nan, np.float32) for one in self.qkv]
         for step in steps:
             qkv = np.concatenate([self.qkv[sequence][first:end] for sequence, first, end in step])
@@ -64,11 +93,18 @@ class Paged:
             owner = np.concatenate([np.full(end - first, sequence) for sequence, first, end in step])
             blocks = self.tables[owner, positions // self.block_size]
             slots = (blocks * self.block_size + positions % self.block_size).astype(np.int32)
-            self._write(qkv, positions, slots)
+            self.write(qkv, positions, slots)
+            tables = np.empty_like(self.tables)
+            tables[place] = self.tables
+            for sequence, first, _ in step:
+                unseen = max(first + 1 - kind.window, 0) // self.block_size if kind.window else 0
+                tables[place[sequence], :unseen] = 2**30
             result = upload(np.full((len(qkv) + 1, self.query_heads * self.dim), np.nan, np.float32))
             sequences = upload(place[owner].astype(np.int32))
             rows = Rows(len(qkv), upload(positions), upload(slots), sequences, upload(tables))
-            self.backend.paged_attention(upload(qkv), rows, self.cache, 0, self.scale, result)
+            self.backend.paged_attention(
+                upload(qkv), rows, self.cache, 0, self.scale, result, window=kind.window, **given
+            )
             host = self.backend.read(result)
             assert np.isnan(host[len(qkv) :]).all(), "a row past the last was written"
             done = 0
@@ -78,7 +114,7 @@ class Paged:
         return out
 
 
-def reference(qkv: np.ndarray, kv_heads: int, dim: int, dtype: str) -> np.ndarray:
+def reference(qkv: np.ndarray, kv_heads: int, dim: int, dtype: str, kind: Kind = PLAIN) -> np.ndarray:
     rows = len(qkv)
     heads = qkv.reshape(rows, -1, dim)
     query_heads = heads.shape[1] - 2 * kv_heads
@@ -87,13 +123,19 @@ def reference(qkv: np.ndarray, kv_heads: int, dim: int, dtype: str) -> np.ndarra
         heads[:, query_heads + i * kv_heads :][:, :kv_heads].astype(dtype).astype(np.float64) for i in range(2)
     )
     out = np.empty((rows, query_heads, dim))
-    later = np.triu(np.ones((rows, rows), bool), 1)
+    distance = np.arange(rows)[:, None] - np.arange(rows)
+    unseen = (distance < 0) | (distance >= (kind.window or rows))
+    sinks = kind.sinks_of(query_heads)
     for head in range(query_heads):
         kv_head = head // (query_heads // kv_heads)
         scores = queries[:, head] @ keys[:, kv_head].T * dim**-0.5
-        scores[later] = -np.inf
+        if kind.softcap:
+            scores = kind.softcap * np.tanh(scores / kind.softcap)
+        scores[unseen] = -np.inf
+        if sinks is not None:
+            scores = np.concatenate([scores, np.full((rows, 1), sinks[head])], axis=1)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ values[:, kv_head]
+        out[:, head] = (weights / weights.sum(axis=1, keepdims=True))[:, :rows] @ values[:, kv_head]
     return out.reshape(rows, -1)
 
 
@@ -135,6 +177,26 @@ def test_equals_the_definition(
     for one, output in zip(qkv, outputs, strict=True):
         # Averages of numbers up to 4; float32 throughout.
         np.testing.assert_allclose(output, reference(one, kv_heads, dim, dtype), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_windows_caps_and_sinks_equal_the_definition(cpu: Callable[[int], Backend], kind: Kind) -> None:
+    lengths = (90, 1, 17)
+    for index, (query_heads, kv_heads, dim) in enumerate(SHAPES):
+        dtype = ("float32", "float16")[index % 2]
+        qkv = random_qkv(lengths, query_heads, kv_heads, dim)
+        paged = Paged(cpu(2), qkv, kv_heads=kv_heads, dim=dim, block_size=8, dtype=dtype)
+        outputs = paged.run([[(2, 0, 17), (0, 0, 90), (1, 0, 1)]], kind)
+        for one, output in zip(qkv, outputs, strict=True):
+            np.testing.assert_allclose(output, reference(one, kv_heads, dim, dtype, kind), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 63, 64, 65, 255, 256, 257, 511, 512, 513, 999])
+def test_equals_the_definition_where_windows_meet_tiles_and_splits(cpu: Callable[[int], Backend], window: int) -> None:
+    qkv = random_qkv([1000], 3, 1, 64, seed=window, spread=2.0)
+    kind = Kind(window, 50.0, sinks=True)
+    output = Paged(cpu(1), qkv, kv_heads=1, dim=64, block_size=8).run([[(0, 0, 1000)]], kind)[0]
+    np.testing.assert_allclose(output, reference(qkv[0], 1, 64, "float32", kind), rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1000])
@@ -179,17 +241,75 @@ def test_bits_do_not_depend_on_chunks_blocks_or_threads(
     np.testing.assert_array_equal(run(2, in_chunks(length, 1)), token_by_token)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "dim", "dtype"), [(9, 3, 64, "float16"), (3, 3, 80, "float32"), (20, 1, 16, "float16")]
+)
+def test_bits_of_every_kind_do_not_depend_on_chunks_blocks_or_threads(
+    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, dtype: str, kind: Kind
+) -> None:
+    length = 300
+    qkv = random_qkv([length], query_heads, kv_heads, dim)
+
+    def run(threads: int, block_size: int, chunk: int) -> np.ndarray:
+        paged = Paged(cpu(threads), qkv, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype, seed=chunk)
+        return paged.run(in_chunks(length, chunk), kind)[0]
+
+    whole = run(1, 16, length)
+    for threads, block_size, chunk in ((2, 8, 1), (3, 8, 7), (1, 64, 19), (2, 16, 64), (3, 64, length), (1, 8, 258)):
+        np.testing.assert_array_equal(run(threads, block_size, chunk), whole)
+
+
+@pytest.mark.parametrize("kind", [PLAIN, Kind(softcap=2.0), Kind(sinks=True), Kind(0, 2.0, True)], ids=str)
+def test_a_window_that_holds_all_changes_no_bit(cpu: Callable[[int], Backend], kind: Kind) -> None:
+    length = 530
+    qkv = random_qkv([length], 9, 3, 64)
+
+    def run(window: int, chunk: int = length) -> np.ndarray:
+        paged = Paged(cpu(2), qkv, kv_heads=3, dim=64, block_size=16, dtype="float16")
+        return paged.run(in_chunks(length, chunk), Kind(window, kind.softcap, kind.sinks))[0]
+
+    none = run(0)
+    for window in (length, length + 1, 2**31 - 1, 2**31, 2**62):
+        np.testing.assert_array_equal(run(window), none)
+        np.testing.assert_array_equal(run(window, 100), none)
+    for window in (1, 33, 256, length - 1):
+        # Up to there the window holds all.
+        ours = run(window)
+        np.testing.assert_array_equal(ours[:window], none[:window])
+        assert (ours[window:] != none[window:]).any(axis=1).all()
+
+
+def test_a_sink_of_minus_infinity_changes_no_bit_and_a_great_one_takes_all(cpu: Callable[[int], Backend]) -> None:
+    qkv = random_qkv([300], 6, 2, 64)
+    backend = cpu(2)
+    none = Paged(backend, qkv, kv_heads=2, dim=64, block_size=16).run([[(0, 0, 300)]])[0]
+
+    class Given(Kind):
+        def sinks_of(self, heads: int) -> np.ndarray:
+            return np.float32([-np.inf, 1e30, -1e30, -np.inf, 200, 88])
+
+    heads = Paged(backend, qkv, kv_heads=2, dim=64, block_size=16).run([[(0, 0, 300)]], Given())[0].reshape(300, 6, 64)
+    for head in (0, 2, 3):
+        np.testing.assert_array_equal(heads[:, head], none.reshape(300, 6, 64)[:, head])
+    for head in (1, 4):
+        assert (heads[:, head] == 0).all()
+    assert 0 < np.abs(heads[:, 5]).max() < 1e-20
+
+
+@pytest.mark.parametrize("kind", [PLAIN, Kind(33, 20.0, True)], ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("query_heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (14, 2, 80)])
 def test_bits_do_not_depend_on_other_sequences(
-    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, threads: int
+    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, threads: int, kind: Kind
 ) -> None:
     rng = np.random.default_rng(threads)
     lengths = [int(n) for n in rng.integers(1, 300, 40)]
     lengths[5] = 400
     qkv = random_qkv(lengths, query_heads, kv_heads, dim)
     alone = [
-        Paged(cpu(1), [one], kv_heads=kv_heads, dim=dim, block_size=16).run([[(0, 0, len(one))]])[0] for one in qkv
+        Paged(cpu(1), [one], kv_heads=kv_heads, dim=dim, block_size=16).run([[(0, 0, len(one))]], kind)[0]
+        for one in qkv
     ]
     # Decodes of some, chunks of others, in any order, until all are done.
     done = [0] * len(lengths)
@@ -205,7 +325,7 @@ def test_bits_do_not_depend_on_other_sequences(
         if step:
             steps.append(step)
     paged = Paged(cpu(threads), qkv, kv_heads=kv_heads, dim=dim, block_size=8, seed=threads)
-    for ours, expected in zip(paged.run(steps, order=rng.permutation(len(lengths))), alone, strict=True):
+    for ours, expected in zip(paged.run(steps, kind, order=rng.permutation(len(lengths))), alone, strict=True):
         np.testing.assert_array_equal(ours, expected)
 
 
@@ -224,6 +344,46 @@ def test_nan_of_a_later_position_or_another_sequence_reaches_nobody_else(cpu: Ca
                 assert not np.array_equal(ours[0][bad], expected[0][bad])
                 if part.start == 0:
                     np.testing.assert_array_equal(ours[0][bad + 1 :], expected[0][bad + 1 :])
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 33, 300])
+def test_nan_of_a_position_reaches_only_the_rows_whose_window_holds_it(
+    cpu: Callable[[int], Backend], window: int
+) -> None:
+    kind = Kind(window, 20.0, True)
+    clean = random_qkv([400], 9, 3, 64)
+    expected = Paged(cpu(2), clean, kv_heads=3, dim=64, block_size=16).run([[(0, 0, 400)]], kind)[0]
+    for bad, value in ((0, np.nan), (100, np.inf), (255, np.nan), (256, np.nan), (399, np.nan)):
+        for part in (slice(9 * 64, 12 * 64), slice(12 * 64, None)):
+            dirty = [clean[0].copy()]
+            dirty[0][bad, part] = value
+            for steps in ([[(0, 0, 400)]], in_chunks(400, 50)):
+                ours = Paged(cpu(2), dirty, kv_heads=3, dim=64, block_size=8).run(steps, kind)[0]
+                changed = (ours != expected).any(axis=1)
+                assert np.flatnonzero(changed).tolist() == list(range(bad, min(bad + window, 400)))
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 33])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_window_reads_no_position_before_it(cpu: Callable[[int], Backend], window: int, dtype: str) -> None:
+    length, more = 290, 30
+    qkv = random_qkv([length + more], 9, 3, 64)
+
+    def run(poison: bool, chunk: int) -> np.ndarray:
+        paged = Paged(cpu(2), qkv, kv_heads=3, dim=64, block_size=16, dtype=dtype)
+        paged.run(in_chunks(length, 64), Kind(window))
+        if poison:
+            positions = np.arange(length - window + 1)
+            slots = paged.tables[0, positions // 16] * 16 + positions % 16
+            nothing = np.full((len(positions), qkv[0].shape[1]), np.nan, np.float32)
+            paged.write(nothing, positions.astype(np.int32), slots.astype(np.int32))
+        steps = [[(0, first, min(first + chunk, length + more))] for first in range(length, length + more, chunk)]
+        return paged.run(steps, Kind(window))[0][length:]
+
+    clean = run(False, 1)
+    assert np.isfinite(clean).all()
+    for chunk in (1, 4, more):
+        np.testing.assert_array_equal(run(True, chunk), clean)
 
 
 def test_scores_of_minus_infinity_weigh_nothing(cpu: Callable[[int], Backend]) -> None:
