@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import gguf
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from shardline.kernels import RouterRule
-from shardline.stage import CheckpointError, ModelSpec, open_checkpoint, rope_scaling
+from shardline.stage import CheckpointError, ModelSpec, matrix_shapes, open_checkpoint, rope_scaling, vector_shapes
+from shardline.stage.roles import EXPERT_ROLES
 
 
 def spec_of(path) -> ModelSpec:
@@ -386,3 +388,48 @@ def test_gemma_norms_are_the_files_own(tiny_model):
     assert np.array_equal(checkpoint.vector("mlp_post_norm", 1), tensors["blk.1.post_ffw_norm.weight"])
     assert math.isclose(checkpoint.spec.embedding_scale, 8.0)
     checkpoint.close()
+
+
+def error_of(path) -> CheckpointError | None:
+    """What opening a file and reading all of it gives, one expert a layer."""
+    try:
+        checkpoint = open_checkpoint(path)
+        spec = checkpoint.spec
+        for layer in (None, *range(spec.num_layers)):
+            for role, shape in matrix_shapes(spec, layer).items():
+                matrix = checkpoint.matrix(role, layer, 0 if role in EXPERT_ROLES else None)
+                assert matrix.shape == shape
+            for role, wanted in vector_shapes(spec, layer).items():
+                assert checkpoint.vector(role, layer).shape == wanted
+        checkpoint.close()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "glm4moe", "phi3"])
+def test_damaged_headers_are_one_clear_error_or_still_a_model(tiny_model, tmp_path, family):
+    """Bits and bytes of the header in turn, where most of it is numbers: nothing else is raised, whatever they say."""
+    keys = {"attention.sliding_window": 16, "rope.scaling.original_context_length": 64}
+    keys |= {} if family == "phi3" else {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0}
+    if family == "glm4moe":
+        keys |= {"expert_group_count": 4, "expert_group_used_count": 2, "nextn_predict_layers": 0}
+        del keys["attention.sliding_window"]
+    path = tiny_model(family, layers=2, vocab=20, long_factors=family == "phi3", keys=keyed(family, keys))
+    whole = path.read_bytes()
+    end = min(int(tensor.data_offset) for tensor in gguf.GGUFReader(path).tensors)
+    rng = random.Random(11)
+    damaged, refused = tmp_path / "damaged.gguf", 0
+    for _ in range(400):
+        raw = bytearray(whole)
+        for _ in range(rng.choice([1, 1, 3])):
+            place = rng.randrange(end)
+            raw[place] = raw[place] ^ (1 << rng.randrange(8)) if rng.random() < 0.5 else rng.randrange(256)
+        damaged.write_bytes(raw)
+        error = error_of(damaged)
+        if error is not None:
+            refused += 1
+            assert error.field
+            assert len(str(error)) < len(str(damaged)) + 400
+            assert str(error).isprintable()
+    assert 100 < refused < 400
