@@ -92,6 +92,14 @@ def test_row_ops_refuse_what_does_not_fit(cpu: MakeBackend, random_matrix: MakeM
         lambda: backend.embedding(ids, weight, floats(3, 64), 3),
         lambda: backend.rms_norm(floats(3, 32), floats(31), 1e-5, floats(3, 32), 3),
         lambda: backend.rms_norm(floats(3, 32), floats(32), 1e-5, floats(2, 32), 3),
+        lambda: backend.add_rms_norm(floats(3, 32), floats(31), 1e-5, floats(3, 32), 3),
+        lambda: backend.add_rms_norm(floats(3, 32), floats(32), 1e-5, floats(2, 32), 3),
+        lambda: backend.soft_cap(floats(3, 32), 30.0, 4),
+        lambda: backend.soft_cap(np.zeros((3, 32)), 30.0, 3),
+        lambda: backend.soft_cap(floats(3, 32), 0.0, 3),
+        lambda: backend.soft_cap(floats(3, 32), -1.0, 3),
+        lambda: backend.soft_cap(floats(3, 32), float("inf"), 3),
+        lambda: backend.soft_cap(floats(3, 32), float("nan"), 3),
         lambda: backend.gather_rows(floats(3, 32), ids, floats(3, 31), 3),
         lambda: backend.gather_rows(floats(3, 32), ids[:2], floats(3, 32), 3),
         lambda: backend.write(floats(3, 32), floats(4, 32)),
@@ -115,7 +123,9 @@ def test_attention_ops_refuse_what_does_not_fit(cpu: MakeBackend) -> None:
     rope = RopeTable(floats(32, 8), floats(32, 8), False)
     qkv, out = floats(3, 8 * 16), floats(3, 4 * 16)
     backend.rope_kv_write(qkv, rows(), rope, cache, 1)
+    backend.rope_kv_write(qkv, rows(), None, cache, 1, q_norm=floats(64), k_norm=floats(32))
     backend.paged_attention(qkv, rows(), cache, 1, 0.25, out)
+    backend.paged_attention(qkv, rows(), cache, 1, 0.25, out, window=1, softcap=1.0, sinks=floats(4))
     backend.synchronize()
     for call in (
         lambda: backend.rope_kv_write(qkv, rows(), rope, cache, 2),
@@ -129,9 +139,21 @@ def test_attention_ops_refuse_what_does_not_fit(cpu: MakeBackend) -> None:
         lambda: backend.rope_kv_write(qkv, rows(), RopeTable(floats(32, 8), floats(31, 8), False), cache, 0),
         lambda: backend.rope_kv_write(qkv, rows(), rope, cache, 0, q_norm=floats(16)),
         lambda: backend.rope_kv_write(qkv, rows(), rope, cache, 0, q_norm=floats(15), k_norm=floats(16)),
+        lambda: backend.rope_kv_write(qkv, rows(), rope, cache, 0, q_norm=floats(16), k_norm=floats(32)),
+        lambda: backend.rope_kv_write(qkv, rows(), rope, cache, 0, q_norm=floats(64), k_norm=floats(16)),
+        lambda: backend.rope_kv_write(qkv, rows(), rope, cache, 0, q_norm=floats(32), k_norm=floats(32)),
+        lambda: backend.rope_kv_write(qkv, rows(), rope, cache, 0, q_norm=floats(4, 16), k_norm=floats(2, 16)),
+        lambda: backend.rope_kv_write(qkv, rows(), None, cache, 0, q_norm=floats(16)),
+        lambda: backend.rope_kv_write(qkv, rows(4), None, cache, 0),
         lambda: backend.paged_attention(qkv, rows(), cache, -1, 0.25, out),
         lambda: backend.paged_attention(qkv, rows(), cache, 0, 0.25, floats(3, 8 * 16)),
         lambda: backend.paged_attention(qkv, rows(), cache, 0, 0.25, floats(2, 4 * 16)),
+        lambda: backend.paged_attention(qkv, rows(), cache, 0, 0.25, out, window=-1),
+        lambda: backend.paged_attention(qkv, rows(), cache, 0, 0.25, out, softcap=-1.0),
+        lambda: backend.paged_attention(qkv, rows(), cache, 0, 0.25, out, softcap=float("nan")),
+        lambda: backend.paged_attention(qkv, rows(), cache, 0, 0.25, out, softcap=float("inf")),
+        lambda: backend.paged_attention(qkv, rows(), cache, 0, 0.25, out, sinks=floats(2)),
+        lambda: backend.paged_attention(qkv, rows(), cache, 0, 0.25, out, sinks=np.zeros(4)),
     ):
         with pytest.raises(AssertionError):
             call()

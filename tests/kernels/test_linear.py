@@ -300,6 +300,19 @@ def test_embedding_gives_the_dequantized_rows(
     assert np.isnan(result[-1]).all()
 
 
+@pytest.mark.parametrize("scale", [64.0, 1536**0.5, 12.0])
+def test_an_embedding_is_scaled_after_both_are_rounded(
+    cpu: MakeBackend, random_matrix: MakeMatrix, scale: float
+) -> None:
+    backend = cpu(2)
+    weight = backend.load_matrix([random_matrix(203, 128), random_matrix(20, 128, bits=8)])
+    ids = backend.upload(np.arange(223, dtype=np.int32)[::-1].copy())
+    plain, scaled = backend.empty((223, 128), "float32"), backend.empty((223, 128), "float32")
+    backend.embedding(ids, weight, plain, 223)
+    backend.embedding(ids, weight, scaled, 223, scale=scale)
+    np.testing.assert_array_equal(backend.read(scaled), backend.read(plain) * np.float32(scale))
+
+
 def test_one_matrix_serves_as_embedding_and_head(cpu: MakeBackend, random_matrix: MakeMatrix) -> None:
     matrix = random_matrix(130, 64, bits=8)
     backend = cpu(2)

@@ -48,6 +48,29 @@ def test_a_row_is_the_same_among_any_others(cpu: Callable[[int], Backend], size:
     np.testing.assert_array_equal(norm(cpu(3), x[order], weight), alone[order])
 
 
+def add_norm(backend: Backend, x: np.ndarray, weight: np.ndarray, before: np.ndarray) -> np.ndarray:
+    out = backend.upload(np.concatenate([before, np.full((1, x.shape[1]), np.nan, np.float32)]))
+    backend.add_rms_norm(backend.upload(x), backend.upload(weight), EPS, out, len(x))
+    result = backend.read(out)
+    assert np.isnan(result[len(x)]).all(), "a row past the last was written"
+    return result[: len(x)]
+
+
+@pytest.mark.parametrize("size", [1, 7, 80, 576, 1000])
+def test_a_norm_that_is_added_has_the_norms_bits_and_one_rounding_more(
+    cpu: Callable[[int], Backend], size: int
+) -> None:
+    rng = np.random.default_rng(size)
+    x, before = rng.standard_normal((2, 65, size)).astype(np.float32)
+    weight = rng.standard_normal(size).astype(np.float32)
+    expected = before + norm(cpu(1), x, weight)
+    for rows in (1, 2, 5, 64, 65):
+        for threads in (1, 2, 3):
+            np.testing.assert_array_equal(add_norm(cpu(threads), x[:rows], weight, before[:rows]), expected[:rows])
+    order = rng.permutation(65)
+    np.testing.assert_array_equal(add_norm(cpu(3), x[order], weight, before[order]), expected[order])
+
+
 def test_nan_and_infinity_stay_in_their_row(cpu: Callable[[int], Backend]) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((5, 100)).astype(np.float32)

@@ -42,6 +42,7 @@ def normalised(heads: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         (4, 4, 128, 64),
         (28, 4, 128, 128),
         (3, 3, 256, 256),
+        (20, 1, 16, 16),
         (2, 1, 64, 0),
     ],
 )
@@ -93,6 +94,80 @@ def test_equals_the_definition(
             got[:, : query_heads + kv_heads, rotary:], turned[..., rotary:].astype(np.float32)
         )
     np.testing.assert_array_equal(got[:, query_heads + kv_heads :], split[:, query_heads + kv_heads :])
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "dim"), [(1, 1, 64), (9, 3, 64), (4, 1, 80), (7, 7, 96), (16, 16, 128), (2, 2, 256)]
+)
+@pytest.mark.parametrize("turned", [True, False])
+def test_one_norm_over_all_heads_of_a_row_has_the_bits_of_rms_norm(
+    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, turned: bool
+) -> None:
+    rng = np.random.default_rng(dim)
+    rows, queries, keys = 37, query_heads * dim, kv_heads * dim
+    # So that heads differ in size: a norm a head would give something else.
+    heads = rng.uniform(0.1, 10, (rows, query_heads + 2 * kv_heads, 1))
+    qkv = (heads * rng.standard_normal((*heads.shape[:2], dim))).reshape(rows, -1).astype(np.float32)
+    q_norm, k_norm = rng.standard_normal(queries).astype(np.float32), rng.standard_normal(keys).astype(np.float32)
+    positions = rng.permutation(MAX_POSITIONS)[:rows].astype(np.int32)
+
+    def run(threads: int, chosen: np.ndarray, whole: bool = True) -> np.ndarray:
+        backend = cpu(threads)
+        device = backend.upload(qkv[chosen])
+        slots = backend.upload(np.arange(len(chosen), dtype=np.int32))
+        where = Rows(len(chosen), backend.upload(positions[chosen]), slots, None, None)
+        cache = backend.allocate_kv(KVLayout(1, 5, 8, kv_heads, dim, "float16"))
+        given = {"q_norm": backend.upload(q_norm), "k_norm": backend.upload(k_norm), "eps": 1e-6} if whole else {}
+        if not whole:
+            for first, weight in ((0, q_norm), (queries, k_norm)):
+                part = backend.upload(np.ascontiguousarray(qkv[chosen, first : first + len(weight)]))
+                out = backend.empty(part.shape, "float32")
+                backend.rms_norm(part, backend.upload(weight), 1e-6, out, len(chosen))
+                device[:, first : first + len(weight)] = backend.read(out)
+        backend.rope_kv_write(device, where, table(backend, dim, False) if turned else None, cache, 0, **given)
+        return np.concatenate([backend.read(device).ravel(), backend.read(cache.keys).ravel()])
+
+    every = np.arange(rows)
+    expected = run(1, every, whole=False)
+    for threads in (1, 2, 3):
+        np.testing.assert_array_equal(run(threads, every), expected)
+        for count in (1, 2, 3, 8, 36):
+            chosen = rng.permutation(rows)[:count]
+            np.testing.assert_array_equal(run(threads, chosen), run(1, chosen, whole=False))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_without_a_rope_nothing_turns(cpu: Callable[[int], Backend], dtype: str, norm: bool) -> None:
+    rng = np.random.default_rng(1)
+    rows, heads, dim = 11, 15, 80
+    qkv = rng.standard_normal((rows, heads * dim)).astype(np.float32)
+    weights = rng.standard_normal((2, dim)).astype(np.float32)
+
+    def run(rope: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        backend = cpu(2)
+        given = {"q_norm": backend.upload(weights[0]), "k_norm": backend.upload(weights[1]), "eps": 1e-6}
+        device = backend.upload(qkv)
+        cache = backend.allocate_kv(KVLayout(1, 9, 8, 3, dim, dtype))
+        positions = backend.upload(rng.integers(0, MAX_POSITIONS, rows).astype(np.int32))
+        where = Rows(rows, positions, backend.upload(np.arange(rows, dtype=np.int32) * 3), None, None)
+        # A table of no channels turns none either.
+        none = table(backend, 0, True) if rope else None
+        backend.rope_kv_write(device, where, none, cache, 0, **(given if norm else {}))
+        return backend.read(device), backend.read(cache.keys), backend.read(cache.values)
+
+    for ours, expected in zip(run(False), run(True), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    result, keys, _ = run(False)
+    assert keys.any()
+    if norm:
+        split = qkv.reshape(rows, heads, dim).astype(np.float64)
+        expected = np.concatenate(
+            [normalised(split[:, :9], weights[0], 1e-6), normalised(split[:, 9:12], weights[1], 1e-6)], axis=1
+        )
+        np.testing.assert_allclose(result.reshape(rows, heads, dim)[:, :12], expected, rtol=1e-6, atol=4e-6)
+    else:
+        np.testing.assert_array_equal(result, qkv)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
