@@ -25,6 +25,7 @@ CASES = {
     "mixtral, a tensor an expert": ("llama", {}, {"count": 5, "used": 2, "apart": True}, {}),
     "mistral with a window": ("llama", {"kv_heads": 1}, None, {"attention.sliding_window": 17}),
     "llama with yarn": ("llama", {}, None, YARN),
+    "llama with a scale": ("llama", {}, None, {"attention.scale": 0.75}),
     "llama with all biases": ("llama", {"bias": True, "edit": "biases"}, None, {}),
     "qwen2moe": ("qwen2moe", {}, {"count": 60, "used": 4, "shared": 96}, {}),
     "qwen3moe": ("qwen3moe", {"kinds": [Kind.Q4_1, Kind.Q8_0, Kind.F16]}, {"count": 60, "used": 8}, {}),
