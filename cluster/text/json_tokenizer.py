@@ -38,6 +38,7 @@ def read_json_tokenizer(path: Path, marks: FolderMarks) -> Tokenizer | None:
     document = parse_json(path, text)
     vocabulary = parse_vocabulary(document)
     decoding = parse_decoder(document)
+    prefix, suffix = parse_ends(document)
     library = _guarded(path, "the tokenizers library refuses it", lambda: LibraryTokenizer.from_str(text))
     # Both would change a prompt without a word.
     library.no_truncation()
@@ -60,14 +61,16 @@ def read_json_tokenizer(path: Path, marks: FolderMarks) -> Tokenizer | None:
         )
     special = frozenset(token_id for token_id, entry in added.items() if entry.special)
     squeezes = any(entry.lstrip or entry.rstrip for entry in added.values())
-    known = vocabulary.ids.values() | added.keys()
+    for token_id in (*prefix, *suffix):
+        if token_id >= size or not texts[token_id]:
+            raise document.error("post_processor", f"adds {token_id}, which is no token's id")
     return Tokenizer(
         texts,
         pieces,
         special,
         _LibraryEncoder(path, library, frozenset(texts[token_id] for token_id in special)),
         _first_space(document, decoding, frozenset(added)),
-        _marks(library, marks, *parse_ends(document, known)),
+        _marks(library, marks, prefix, suffix),
         _coverage(document, vocabulary, decoding, pieces, squeezes),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardline.cluster.text.folder_files import JsonObject, brief
@@ -120,13 +119,12 @@ def _added(document: JsonObject) -> tuple[AddedToken, ...]:
     return tuple(added)
 
 
-def parse_ends(document: JsonObject, known: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that `post_processor` puts before and after a text, given the ids that have a token.
+def parse_ends(document: JsonObject) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that `post_processor` puts before and after a text; whether there are such tokens is not looked at.
 
     Raises TokenizerError, which names the field, where something is damaged or not supported.
     """
     processor = document.object("post_processor")
-    known = frozenset(known)
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     pending = [] if processor is None else [processor]
@@ -138,7 +136,7 @@ def parse_ends(document: JsonObject, known: Iterable[int]) -> tuple[tuple[int, .
         if kind == "Sequence":
             pending += reversed(step.objects("processors") or [])
         elif kind == "TemplateProcessing":
-            before, after = _template_ends(step, known)
+            before, after = _template_ends(step)
             prefix, suffix = before + prefix, suffix + after
         elif kind != "ByteLevel":
             raise step.error("type", f"{brief(kind)} is not supported; TemplateProcessing, ByteLevel and Sequence are")
@@ -147,7 +145,7 @@ def parse_ends(document: JsonObject, known: Iterable[int]) -> tuple[tuple[int, .
     return prefix, suffix
 
 
-def _template_ends(step: JsonObject, known: frozenset[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _template_ends(step: JsonObject) -> tuple[tuple[int, ...], tuple[int, ...]]:
     tokens = step.object("special_tokens")
     ends: tuple[list[int], list[int]] = ([], [])
     seen_text = False
@@ -159,11 +157,7 @@ def _template_ends(step: JsonObject, known: frozenset[int]) -> tuple[tuple[int, 
             entry = None if tokens is None else tokens.object(name)
             if entry is None:
                 raise special.error("id", f"is {brief(name)}, which is not in special_tokens")
-            ids = entry.token_ids("ids")
-            for token_id in ids:
-                if token_id not in known:
-                    raise entry.error("ids", f"has {token_id}, which is no token's id")
-            ends[seen_text].extend(ids)
+            ends[seen_text].extend(entry.token_ids("ids"))
         elif sequence is not None and not seen_text and sequence.text("id") == "A":
             seen_text = True
         else:
