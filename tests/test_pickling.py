@@ -17,6 +17,7 @@ import pytest
 
 from shardline.cluster.pipeline import StageStats
 from shardline.scheduler import SamplingParams, SchedulerConfig
+from shardline.stage import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("cluster", "kernels", "scheduler", "stage")
@@ -52,6 +53,10 @@ def built(kind: object, depth: int = 0) -> object:
         return SamplingParams(temperature=0.7, seed=2**64 - 1, logit_bias=((5, -1.0),), stop=("הסוף", "\n"), n=3)
     if kind is SchedulerConfig:
         return SchedulerConfig(8, 16, 128, 4, 64, 32, 16, eos_token_ids=(2,))
+    if kind is ModelSpec:
+        layers = (LayerSpec(window=9, rope=None), LayerSpec(experts=True))
+        parts = {"layers": layers, "ropes": (built(RopeSpec),), "experts": built(ExpertsSpec), "qk_norm": "row"}
+        return ModelSpec("größer", 2, *range(3, 10), norm_eps=1e-5, tied_embeddings=True, **parts)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(**{field.name: built(hints[field.name], depth + 1) for field in dataclasses.fields(kind)})
@@ -61,6 +66,8 @@ def built(kind: object, depth: int = 0) -> object:
     if origin is tuple:
         repeated = arguments[-1] is Ellipsis
         return tuple(built(one, depth) for one in ((arguments[0],) * 2 if repeated else arguments))
+    if origin is typing.Literal:
+        return arguments[-1]
     if origin is list:
         return [built(arguments[0], depth)]
     if origin in (dict, Mapping):
