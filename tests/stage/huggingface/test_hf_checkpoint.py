@@ -258,7 +258,9 @@ class TestHead:
             assert checkpoint.matrix_bytes("head", None) == checkpoint.matrix_bytes("embed", None)
         assert "another matrix" not in caplog.text
 
-    def test_said_to_be_tied_but_another(self, opened, caplog):
+    @pytest.mark.parametrize("piece", [1 << 22, 1000])
+    def test_said_to_be_tied_but_another(self, opened, caplog, monkeypatch, piece):
+        monkeypatch.setattr("shardline.stage.huggingface.checkpoint._PIECE", piece)
         checkpoint, tensors = opened(keys={"tie_word_embeddings": True}, edit=self.nearly_equal_head)
         assert not checkpoint.spec.tied_embeddings
         assert same(checkpoint.matrix("head", None), tensors["lm_head.weight"], 8)

@@ -78,7 +78,7 @@ class TestHeader:
             ({"a": entry(shape=[], offsets=[0, 4])}, "is cut, or damaged"),
             ({"a": entry("F128")}, "dtype F128 is unknown"),
             ({"a": entry(7)}, "dtype 7 is unknown"),
-            ({"a": entry("F4", [3], [0, 2])}, "takes 1.5"),
+            ({"a": entry("F4", [3], [0, 1])}, "takes 1.5"),
             ({"a": entry(shape=[-2])}, "not a list of up to"),
             ({"a": entry(shape=[True, 2])}, "not a list of up to"),
             ({"a": entry(shape=[2.0])}, "not a list of up to"),
@@ -302,6 +302,23 @@ class TestIndex:
             with pytest.raises(CheckpointError, match="00002-of-00002"):
                 _ = checkpoint.fingerprint
             checkpoint.close()
+
+    def test_of_the_models_own_tensors_too(self, tiny_folder):
+        """A first stage that has the embedding needs no shard with the head and the final norm."""
+        path, _ = tiny_folder()
+        from safetensors.numpy import load_file, save_file
+
+        tensors = load_file(path / SINGLE)
+        (path / SINGLE).unlink()
+        place = {name: SECOND if name in ("lm_head.weight", "model.norm.weight") else FIRST for name in tensors}
+        (path / INDEX).write_text(json.dumps({"weight_map": place}))
+        save_file({name: tensors[name] for name in tensors if place[name] == FIRST}, path / FIRST)
+        checkpoint = open_checkpoint(path)
+        checkpoint.matrix("embed", None)
+        checkpoint.matrix_bytes("embed", None)
+        with pytest.raises(CheckpointError, match="00002-of-00002"):
+            checkpoint.vector("final_norm", None)
+        checkpoint.close()
 
 
 class TestLinks:
