@@ -6,6 +6,7 @@ The layout is sentencepiece_model.proto's, which is published with SentencePiece
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ BPE: Final = 2
 _KINDS = {3: "WORD", 4: "CHAR"}
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
+"""How a line of a vocabulary of tiktoken's looks, which folders have under the same name."""
 
 _Value = int | bytes
 
@@ -64,6 +68,12 @@ class SentencePieceFile:
 
 def parse_sentencepiece(path: Path, content: bytes) -> SentencePieceFile:
     """Raises TokenizerError, which names the field, where something is damaged or not supported."""
+    if _TIKTOKEN.match(content):
+        raise TokenizerError(
+            str(path),
+            "is written in tiktoken's format, which is not supported. Save the tokenizer with transformers'"
+            " save_pretrained, which writes a tokenizer.json, and put that here",
+        )
     pieces: list[str] = []
     scores: list[float] = []
     types: list[int] = []

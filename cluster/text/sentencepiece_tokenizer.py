@@ -36,8 +36,11 @@ def read_sentencepiece_tokenizer(path: Path, marks: FolderMarks) -> Tokenizer | 
     Raises TokenizerError, which names the file and the field, when something is damaged or not supported.
     """
     content = read_bytes(path, _MAX_BYTES)
-    if content is None:
-        return None
+    return None if content is None else sentencepiece_tokenizer(path, content, marks)
+
+
+def sentencepiece_tokenizer(path: Path, content: bytes, marks: FolderMarks) -> Tokenizer:
+    """The tokenizer of a file with that content. Raises as `read_sentencepiece_tokenizer` does."""
     file = parse_sentencepiece(path, content)
     added = _added(file, marks)
     texts, types = _with_added(file, added)
