@@ -308,6 +308,7 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
     checkpoint = open_checkpoint(prepared.path)
     try:
         text = ModelText.from_checkpoint(checkpoint)
+        specs = tuple(replace(spec, num_tokens=text.num_ids) for spec in plan.specs)
         scheduler = SchedulerConfig(
             num_blocks=plan.num_blocks,
             block_size=options.block_size,
@@ -319,10 +320,10 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
             min_microbatch=plan.min_microbatch,
             prefix_cache=options.prefix_cache,
             eos_token_ids=tuple(text.tokenizer.eos_ids),
-            vocab_size=checkpoint.spec.vocab_size,
+            vocab_size=text.num_ids,
         )
         if in_process or not options.uses_ray:
-            return Engine(LocalPipeline(plan.specs, checkpoint, owns_checkpoint=True), text, scheduler)
+            return Engine(LocalPipeline(specs, checkpoint, owns_checkpoint=True), text, scheduler)
     except BaseException:
         checkpoint.close()
         raise
@@ -331,4 +332,4 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
     from shardline.cluster.ray_runtime import StagePlacement
 
     placements = None if prepared.node_ids is None else [StagePlacement(node_id) for node_id in prepared.node_ids]
-    return Engine(RayPipeline(plan.specs, prepared.path, placements), text, scheduler)
+    return Engine(RayPipeline(specs, prepared.path, placements), text, scheduler)

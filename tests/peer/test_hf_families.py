@@ -7,6 +7,7 @@ for another, a part cut at the wrong row or a key that is not understood shows i
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -257,6 +258,69 @@ def test_logits(name, tmp_path):
     check_equal(whole, reference_logits(model, token_ids))
     assert np.array_equal(logits(tmp_path, (1,), token_ids, 160), whole)
     assert np.array_equal(logits(tmp_path, (1, 2), token_ids, 160), whole)
+
+
+def test_gemma3_with_images(tmp_path):
+    """The text of a model that sees images too: its keys lie in text_config, its tensors under another prefix."""
+    import torch
+    import transformers
+
+    text = {key: value for key, value in SIZES.items() if key != "attn_implementation"}
+    config = transformers.Gemma3Config(
+        text_config={**text, "head_dim": 32, "sliding_window": 24, "sliding_window_pattern": 2},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=VOCAB - 1,
+        boi_token_index=VOCAB - 2,
+        eoi_token_index=VOCAB - 3,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.set_attn_implementation("eager")
+    model.save_pretrained(tmp_path)
+    round_matrices(model.model.language_model)
+    token_ids = np.random.default_rng(6).integers(0, VOCAB - 3, LENGTH).tolist()
+    check_equal(logits(tmp_path, (2,), token_ids, 160), reference_logits(model, token_ids))
+
+
+def test_gpt_oss_in_mxfp4(tmp_path):
+    """Experts in blocks of four-bit floats, as they are published."""
+    import torch
+    from safetensors.numpy import load_file, save_file
+
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    model = make("gpt-oss")
+    model.save_pretrained(tmp_path)
+    round_matrices(model)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parameters = dict(model.named_parameters())
+    rng = np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, k, n = tensors.pop(name).shape
+        codes = rng.integers(0, 16, (experts, n, k // 32, 16, 2), np.uint8)
+        scales = rng.integers(121, 125, (experts, n, k // 32), np.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = codes[..., 0] | codes[..., 1] << 4, scales
+        values = numbers[codes].reshape(experts, n, -1, 32) * np.exp2(scales.astype(np.float32) - 127)[..., None]
+        with torch.no_grad():
+            parameters[name].copy_(torch.from_numpy(values.reshape(experts, n, k).swapaxes(1, 2).copy()))
+    # What is not in blocks is kept at 8 bits.
+    with torch.no_grad():
+        for name, value in parameters.items():
+            if value.ndim == 2 and "self_attn" in name:
+                value.copy_(torch.from_numpy(rounded(tensors[name], 8)))
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    token_ids = np.random.default_rng(7).integers(0, VOCAB, LENGTH).tolist()
+    check_equal(logits(tmp_path, (1,), token_ids, 160), reference_logits(model, token_ids))
 
 
 def test_longrope_keeps_the_short_factors_in_a_short_engine(tmp_path):
