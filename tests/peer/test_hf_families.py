@@ -18,6 +18,7 @@ import pytest
 from shardline.kernels import cpu_backend
 from shardline.scheduler import SamplingParams, SequenceRun, SequenceStart, StepPlan
 from shardline.stage import Stage, StageSpec, open_checkpoint
+from shardline.stage.huggingface.config import read_config
 from shardline.stage.huggingface.formats import quantize
 
 pytestmark = pytest.mark.peer
@@ -258,6 +259,40 @@ def test_logits(name, tmp_path):
     check_equal(whole, reference_logits(model, token_ids))
     assert np.array_equal(logits(tmp_path, (1,), token_ids, 160), whole)
     assert np.array_equal(logits(tmp_path, (1, 2), token_ids, 160), whole)
+
+
+def older(config: dict[str, object]) -> dict[str, object]:
+    """A config.json as transformers 4 wrote it: patterns of layers by number, rotary keys of their own."""
+    config = dict(config)
+    rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    else:
+        config.pop("layer_types", None)
+    rope = dict(rope)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            config[key] = rope.pop(key)
+    if rope["rope_type"] != "default":
+        config["rope_scaling"] = {("type" if key == "rope_type" else key): value for key, value in rope.items()}
+    return config
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_older_keys(name, tmp_path):
+    import transformers
+
+    family, changes = MODELS[name]
+    getattr(transformers, f"{family}Config")(**{**SIZES, **changes}).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["architectures"] = [f"{family.removesuffix('Text')}ForCausalLM"]
+
+    def spec(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_config(tmp_path).spec
+
+    assert spec(older(values)) == spec(values)
 
 
 def test_gemma3_with_images(tmp_path):
