@@ -11,6 +11,7 @@ from shardline.cluster.text.folder_marks import FolderMarks
 
 _MAX_BYTES = 1 << 22
 _MAX_NAMED = 32
+_NAMED_FOLDER = "additional_chat_templates"
 
 
 def template_from_folder(folder: Path, marks: FolderMarks) -> ChatTemplate:
@@ -38,9 +39,9 @@ def _sources(folder: Path, marks: FolderMarks) -> dict[str, str]:
     source = read_text(folder / "chat_template.jinja", _MAX_BYTES)
     if source is not None:
         named[DEFAULT] = source
-    more = sorted((folder / "chat_templates").glob("*.jinja"))
+    more = sorted((folder / _NAMED_FOLDER).glob("*.jinja"))
     if len(more) > _MAX_NAMED:
-        raise TokenizerError(str(folder / "chat_templates"), f"has more than {_MAX_NAMED} templates")
+        raise TokenizerError(str(folder / _NAMED_FOLDER), f"has more than {_MAX_NAMED} templates")
     for path in more:
         source = read_text(path, _MAX_BYTES)
         if source is not None:

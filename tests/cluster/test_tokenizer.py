@@ -334,6 +334,15 @@ class TestByteLevel:
         nothing = {"tokenizer.ggml.eos_token_id": 0xFFFFFFFF, "tokenizer.ggml.eot_token_id": first}
         assert Tokenizer.from_metadata(metadata | nothing).eos_ids == {first, first + 1}
 
+    def test_end_tokens_of_harmony(self) -> None:
+        """There <|end|> ends one of an answer's messages, and the answer goes on."""
+        extra = [("<|end|>", CONTROL), ("<|return|>", CONTROL), ("<|call|>", CONTROL)]
+        metadata = byte_level("gpt-2", ["hi"], extra)
+        first = len(metadata["tokenizer.ggml.tokens"]) - 3
+        assert Tokenizer.from_metadata(metadata).eos_ids == {first + 1, first + 2}
+        others = byte_level("gpt-2", ["hi"], extra[:1])
+        assert Tokenizer.from_metadata(others).eos_ids == {len(others["tokenizer.ggml.tokens"]) - 1}
+
 
 class TestScored:
     def pieces(self, tokenizer: Tokenizer, text: str, *, parse: bool = True) -> list[str]:
