@@ -131,19 +131,16 @@ class Folder:
         weight_map: Any = entries.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(path, "weight_map", f"{shown(weight_map)} is not a map of tensors to files")
-        checked: set[str] = set()
+        shards: set[str] = set()
         for name, shard in weight_map.items():
             if not 0 < len(name) <= MAX_NAME:
                 raise CheckpointError(path, "weight_map", f"the name {shown(name)} is empty or very long")
-            if shard not in checked if isinstance(shard, str) else True:
-                if not _is_plain_name(shard):
-                    raise CheckpointError(
-                        path,
-                        f"weight_map: {shown(name)}",
-                        f"{shown(shard)} is not the name of a .safetensors file here",
-                    )
-                checked.add(shard)
-        if SINGLE not in checked and _exists(self.path / SINGLE):
+            if not isinstance(shard, str) or (shard not in shards and not _is_plain_name(shard)):
+                raise CheckpointError(
+                    path, f"weight_map: {shown(name)}", f"{shown(shard)} is not the name of a .safetensors file here"
+                )
+            shards.add(shard)
+        if SINGLE not in shards and _exists(self.path / SINGLE):
             raise CheckpointError(
                 self.path, "file", f"has both {SINGLE} and {INDEX}, which does not name it: remove the one that is old"
             )
@@ -172,10 +169,9 @@ def _exists(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def _is_plain_name(name: Any) -> bool:
+def _is_plain_name(name: str) -> bool:
     return (
-        isinstance(name, str)
-        and name.endswith(".safetensors")
+        name.endswith(".safetensors")
         and len(name) <= 255
         and name.isprintable()
         and not name.startswith(".")

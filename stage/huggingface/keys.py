@@ -18,7 +18,7 @@ MAX_LAYERS = 4096
 # No part in what is computed from given token ids: how the model was trained, written, sampled from, is to be run.
 _WITHOUT_EFFECT = """
     architectures model_type auto_map transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash
-    tokenizer_class prefix is_llama_config transformers.js_config unsloth_version unsloth_fixed
+    tokenizer_class prefix model_max_length is_llama_config transformers.js_config unsloth_version unsloth_fixed
     initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop pretraining_tp router_jitter_noise
     output_router_logits router_aux_loss_coef finetuning_task task_specific_params problem_type id2label label2id
     num_labels return_dict output_hidden_states output_attentions
