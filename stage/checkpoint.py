@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,13 +59,22 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a GGUF file or a Hugging Face folder, and check what it says of itself. Raises CheckpointError."""
+    """Open a GGUF file, a Hugging Face folder or one that `shardline convert` wrote, and check what it says of itself.
+
+    Raises CheckpointError.
+    """
     path = Path(path)
     if path.is_dir():
+        if os.path.lexists(path / "shardline.json"):
+            from shardline.stage.resident.checkpoint import ResidentCheckpoint
+
+            return ResidentCheckpoint(path)
         from shardline.stage.huggingface.checkpoint import HuggingFaceCheckpoint
 
         return HuggingFaceCheckpoint(path)
-    if path.name == "config.json" or path.name.endswith((".safetensors", ".safetensors.index.json")):
+    if path.name in ("config.json", "shardline.json") or path.name.endswith(
+        (".safetensors", ".safetensors.index.json")
+    ):
         raise CheckpointError(path, "file", "is one of several that make a model: give the folder that they are in")
     from shardline.stage.gguf.checkpoint import GgufCheckpoint
 

@@ -38,6 +38,10 @@ class HuggingFaceCheckpoint:
     Opening reads config.json and says which tensors there must be; a shard is opened, and the tensors of a layer are
     checked, when something of that layer is first asked for. Code that a folder brings is never run.
 
+    Args:
+        path: The folder.
+        bits, group_size: What the layers' matrices are quantized to where the folder's weights are floats.
+
     Raises:
         CheckpointError: a file cannot be read, is damaged, or holds what is not supported.
     """
@@ -45,8 +49,9 @@ class HuggingFaceCheckpoint:
     path: Path
     spec: ModelSpec
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, bits: int = 4, group_size: int = 32) -> None:
         self.path = path
+        self._bits, self._group_size = bits, group_size
         self._config: Config = read_config(path)
         self._checked: set[int | str] = set()
         self._fingerprint: str | None = None
@@ -60,6 +65,11 @@ class HuggingFaceCheckpoint:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its weights are integers already, so that `bits` and `group_size` say nothing of them."""
+        return self._config.format is not None
 
     @property
     def text_folder(self) -> Path | None:
@@ -159,9 +169,10 @@ class HuggingFaceCheckpoint:
 
     def _storage(self, role: str, layer: int | None, expert: int | None) -> Storage:
         # What a quantized model keeps as floats is what it is sensitive to.
-        bits = 8 if layer is None or self._config.format is not None else 4
+        bits = 8 if layer is None or self._config.format is not None else self._bits
         module = self._module(role, layer, expert)
-        return find_storage(self._folder, self._config.format, self._place(role, layer), module, expert, bits)
+        form = bits, self._group_size
+        return find_storage(self._folder, self._config.format, self._place(role, layer), module, expert, form)
 
     def _rows(self, role: str, layer: int | None) -> slice:
         """Which output channels of its module a role is."""
@@ -294,16 +305,17 @@ class HuggingFaceCheckpoint:
             return
         self._told_of_floats = True
         bits = (
-            "to 4 bits in the layers, to 8 in the embedding and the head"
+            f"to {self._bits} bits in the layers, to 8 in the embedding and the head"
             if self._config.format is None
             else "to 8 bits"
         )
         _logger.warning(
-            "%s: %s and maybe other matrices are floats; they are quantized %s, in groups of 32, as they are read, so "
+            "%s: %s and maybe other matrices are floats; they are quantized %s, in groups of %d, as they are read, so "
             "the model is not exactly the folder's",
             self.path,
             name,
             bits,
+            self._group_size,
         )
 
     def _error(self, name: str, problem: str) -> CheckpointError:

@@ -26,9 +26,6 @@ FLOATS = ("F32", "F16", "BF16")
 # What NumPy has for a dtype; bfloat16, which it has nothing for, is read as the integers that its bits are.
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "I64": "<i8", "I8": "<i1", "U8": "<u1"}
 
-_GROUP = 32
-"""Input channels a scale of matrices that are quantized here."""
-
 # Bytes of a tensor of floats that are read at a time.
 _PIECE = 1 << 24
 
@@ -55,7 +52,12 @@ class Storage(Protocol):
 
 
 def find_storage(
-    folder: Folder, format: Format | None, place: Place, module: str, expert: int | None, bits: int
+    folder: Folder,
+    format: Format | None,
+    place: Place,
+    module: str,
+    expert: int | None,
+    form: tuple[int, int] = (4, 32),
 ) -> Storage:
     """How that module is stored.
 
@@ -65,7 +67,7 @@ def find_storage(
         place: Of the role.
         module: Its full name.
         expert: Which of those that a stacked tensor holds.
-        bits: That it is quantized to if it is of floats.
+        form: Bits and group size that it is quantized to if it is of floats.
 
     Raises:
         CheckpointError: there is nothing of it, or more than one form.
@@ -74,7 +76,7 @@ def find_storage(
     found: list[Storage] = []
     if plain in folder.shards:
         stacked = place.stacked and expert is not None
-        found.append(StackedFloats(folder, plain, bits, expert or 0) if stacked else Floats(folder, plain, bits))
+        found.append(StackedFloats(folder, plain, form, expert or 0) if stacked else Floats(folder, plain, form))
     if isinstance(format, Mxfp4Format):
         names = tuple(f"{module}_{part}" for part in format.tensors)
         if place.stacked and names[0] in folder.shards:
@@ -115,8 +117,8 @@ def _packed(folder: Folder, format: Any, module: str) -> Packed:
 class Floats:
     """A tensor [N, K] of floats, quantized as it is read."""
 
-    def __init__(self, folder: Folder, name: str, bits: int) -> None:
-        self._folder, self._name, self._bits = folder, name, bits
+    def __init__(self, folder: Folder, name: str, form: tuple[int, int]) -> None:
+        self._folder, self._name, self._form = folder, name, form
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,13 +131,13 @@ class Floats:
         return info.shape[0], info.shape[1]
 
     def nbytes(self, shape: tuple[int, int]) -> int:
-        return quantized_bytes(shape, self._bits, _GROUP)
+        return quantized_bytes(shape, *self._form)
 
     def matrix(self, rows: slice) -> GroupedMatrix:
         info = self._folder.info(self._name)
         chosen = range(info.shape[0])[rows]
         assert chosen.step == 1, rows
-        return quantize(self._pieces(info, chosen), (len(chosen), info.shape[1]), self._bits, _GROUP, _cores())
+        return quantize(self._pieces(info, chosen), (len(chosen), info.shape[1]), *self._form, _cores())
 
     def _pieces(self, info: TensorInfo, chosen: range) -> Iterator[NDArray[Any]]:
         row_bytes = info.nbytes // info.shape[0]
@@ -149,8 +151,8 @@ class Floats:
 class StackedFloats:
     """One expert's [K, N] of a tensor [experts, K, N] of floats, quantized as it is read."""
 
-    def __init__(self, folder: Folder, name: str, bits: int, expert: int) -> None:
-        self._folder, self._name, self._bits, self._expert = folder, name, bits, expert
+    def __init__(self, folder: Folder, name: str, form: tuple[int, int], expert: int) -> None:
+        self._folder, self._name, self._form, self._expert = folder, name, form, expert
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -162,12 +164,12 @@ class StackedFloats:
         return info.shape[2], info.shape[1]
 
     def nbytes(self, shape: tuple[int, int]) -> int:
-        return quantized_bytes(shape, self._bits, _GROUP)
+        return quantized_bytes(shape, *self._form)
 
     def matrix(self, rows: slice) -> GroupedMatrix:
         info = self._folder.info(self._name)
         values = np.ascontiguousarray(one_expert(self._folder, self._name, self._expert).T[rows])
-        return quantize([values], (values.shape[0], info.shape[1]), self._bits, _GROUP, _cores())
+        return quantize([values], (values.shape[0], info.shape[1]), *self._form, _cores())
 
 
 class Packed:
