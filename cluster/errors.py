@@ -2,6 +2,7 @@
 
     ShardlineError
     ├── ModelNotFoundError   no such model, and how to get one
+    ├── ConvertError         a converted model cannot be written there, or not like that
     ├── TokenizerError       the model file's vocabulary is damaged or not supported; names the field
     ├── PlanningError        the model does not fit the devices, with the numbers
     ├── TemplateError        the model's chat template refuses the messages (also a ValueError)
@@ -23,6 +24,10 @@ class ShardlineError(Exception):
 
 class ModelNotFoundError(ShardlineError):
     """No such model file; the message says how to get one."""
+
+
+class ConvertError(ShardlineError):
+    """A model cannot be converted to that place or in that form; the message has the remedy."""
 
 
 class TokenizerError(ShardlineError):

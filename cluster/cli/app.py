@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -253,9 +254,41 @@ def demo(
     run_demo(max_tokens)
 
 
+@app.command(
+    epilog="Examples:  shardline convert smollm2-135m smollm2    "
+    "shardline convert ./Qwen3-30B-A3B qwen3 --bits 4 --group-size 64    shardline run ./smollm2"
+)
+def convert(
+    model: o.Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    bits: Annotated[
+        int | None, typer.Option(metavar="4|8", help="What a layer's floats are quantized to; 4 when left out.")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(metavar="16|32|64|128", help="Floats that share a scale; 32 when left out.")
+    ] = None,
+) -> None:
+    """Write a model as a folder of one file a layer, in the form in which it is kept in memory, so that it loads as
+    fast as the disk gives it. The model stays the same to the bit."""
+    from shardline.cluster.cli.convert import convert_command
+
+    convert_command(model, out, bits=bits, group_size=group_size)
+
+
 @app.command()
-def models(as_json: o.Json = False) -> None:
+def models(
+    check: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Instead: read all of a converted folder and compare its files' hashes."),
+    ] = None,
+    as_json: o.Json = False,
+) -> None:
     """List the models that are known by name."""
+    if check is not None:
+        from shardline.cluster.cli.convert import check_command
+
+        check_command(check)
+        return
     from shardline.cluster.cli.inspect import models_command
 
     models_command(as_json=as_json)
