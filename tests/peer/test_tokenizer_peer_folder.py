@@ -480,3 +480,41 @@ class TestSentencePiece:
             found = [ours.decode(ids, skip_special=skip) for ids in expected]
             assert differing(found, theirs.batch_decode(expected, skip_special_tokens=skip), texts) == []
         assert (ours.bos_id, ours.eos_ids) == (1, {2})
+
+
+REAL = [
+    ("mistral_common", "data/tokenizer.model.v1"),
+    ("mistral_common", "data/mistral_instruct_tokenizer_240323.model.v3"),
+    ("litellm", "litellm_core_utils/tokenizers/deepseek_tokenizer.json"),
+    ("litellm", "litellm_core_utils/tokenizers/anthropic_tokenizer.json"),
+]
+
+
+@pytest.mark.parametrize(("package", "name"), REAL)
+def test_a_real_vocabulary(tmp_path: Path, package: str, name: str) -> None:
+    """Of the packages that carry one."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"needs {package}, which carries a vocabulary")
+    source = Path(found.submodule_search_locations[0]) / name
+    if source.suffix == ".json":
+        from tokenizers import Tokenizer as Library
+
+        (tmp_path / "tokenizer.json").symlink_to(source)
+        library = Library.from_file(str(source))
+        expected = [encoding.ids for encoding in library.encode_batch(TEXTS, add_special_tokens=False)]
+        decode = library.decode_batch
+    else:
+        import sentencepiece
+
+        (tmp_path / "tokenizer.model").symlink_to(source)
+        processor = sentencepiece.SentencePieceProcessor(str(source))
+        expected, decode = processor.encode(TEXTS), processor.decode
+    ours = Tokenizer.from_folder(tmp_path)
+    parse = source.suffix == ".json"
+    assert differing([ours.encode(t, add_special=False, parse_special=parse) for t in TEXTS], expected) == []
+    draw = random.Random(6)
+    # Without sentencepiece's unknown token, which has a sign of its own there, and its bytes: see above.
+    ids = range(259, ours.vocab_size)
+    sequences = expected[::5] + [draw.choices(ids, k=draw.randrange(1, 10)) for _ in range(2000)]
+    assert differing([ours.decode(ids) for ids in sequences], decode(sequences), sequences) == []
