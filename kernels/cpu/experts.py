@@ -17,7 +17,7 @@ import numpy as np
 from numba import carray
 
 from shardline.kernels.cpu import simd
-from shardline.kernels.cpu.intrinsics import fma, pointer
+from shardline.kernels.cpu.intrinsics import pointer
 from shardline.kernels.cpu.jit import jit, operation
 from shardline.kernels.cpu.linear import (
     CHANNELS,
@@ -241,7 +241,7 @@ def down(worker: int, share: int, num_shares: int, record: int) -> None:
 @operation
 def combine(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: expert_ids, shares, y [rows * chosen, K], out, rows, chosen, K, experts. An expert that is none makes its
-    row NaN."""
+    row NaN. K is a multiple of every group size, and so of a vector's lanes."""
     words = carray(pointer(record), (16,), np.int64)
     rows, chosen, channels, experts = words[4], words[5], words[6], words[7]
     ids = carray(pointer(words[0]), (rows, chosen), np.int32)
@@ -254,18 +254,10 @@ def combine(worker: int, share: int, num_shares: int, record: int) -> None:
         for rank in range(chosen):
             if not 0 <= ids[row, rank] < experts:
                 begin = _NAN
-        channel = 0
-        while channel + simd.LANES <= channels:
+        for channel in range(0, channels, simd.LANES):
             total = simd.broadcast(begin)
             for rank in range(chosen):
                 part = simd.load(y, (row * chosen + rank) * channels + channel)
                 total = simd.fma(simd.broadcast(shares[row, rank]), part, total)
             at = row * channels + channel
             simd.store(out, at, simd.add(simd.load(out, at), total))
-            channel += simd.LANES
-        while channel < channels:
-            value = begin
-            for rank in range(chosen):
-                value = fma(shares[row, rank], y[(row * chosen + rank) * channels + channel], value)
-            out[row * channels + channel] += value
-            channel += 1

@@ -65,11 +65,13 @@ def make_experts(
     return made
 
 
-def run(backend: Backend, experts: Weight, x: Floats, ids: Ids, shares: Floats, start: Floats) -> Floats:
+def run(
+    backend: Backend, experts: Weight, x: Floats, ids: Ids, shares: Floats, start: Floats, *, scratch: int = 0xFF
+) -> Floats:
     """The op on all rows of x, added to `start`, from poisoned memory. Behind the rows lies what must not be used."""
     rows, inputs = x.shape
-    for scratch in backend._scratches.values():
-        scratch[...] = 0xFF
+    for memory in backend._scratches.values():
+        memory[...] = scratch
     behind = np.full((1, inputs), np.nan, np.float32)
     out = backend.upload(np.concatenate([start, behind]))
     backend.expert_mlp(
@@ -300,9 +302,10 @@ def test_an_expert_that_is_none_poisons_its_row_alone(cpu: MakeBackend, random_m
     x, (ids, shares), start = rows_of(20, 64), chosen_of(20, 8, 2), rows_of(20, 64, 1)
     clean = run(backend, weight, x, ids, shares, start)
     ids[4, 1], ids[11] = wrong, wrong
-    result = run(backend, weight, x, ids, shares, start)
-    assert np.isnan(result[[4, 11]]).all()
-    np.testing.assert_array_equal(np.delete(result, [4, 11], 0), np.delete(clean, [4, 11], 0))
+    for scratch in (0xFF, 0):
+        result = run(backend, weight, x, ids, shares, start, scratch=scratch)
+        assert np.isnan(result[[4, 11]]).all()
+        np.testing.assert_array_equal(np.delete(result, [4, 11], 0), np.delete(clean, [4, 11], 0))
     ids[...] = wrong
     assert np.isnan(run(backend, weight, x, ids, shares, start)).all()
 

@@ -174,6 +174,15 @@ def test_a_row_has_the_same_bits_in_every_batch_at_every_place(cpu: MakeBackend,
         np.testing.assert_array_equal(shares[skip::5], alone_shares[first : first + count])
 
 
+def test_threads_do_not_meet_in_scratch_memory(cpu: MakeBackend) -> None:
+    """Long enough that all threads come to work on it, also where they share cores."""
+    x, router, rule = rows_of(500, 32), rows_of(256, 32, 1), RouterRule(16, "sigmoid", num_groups=8, groups_kept=4)
+    expected = run(cpu(1), x, router, rule)
+    for _ in range(20):
+        for result, right in zip(run(cpu(4), x, router, rule), expected, strict=True):
+            np.testing.assert_array_equal(result, right)
+
+
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_chosen"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_equal_experts_are_chosen_by_the_lowest_id(cpu: MakeBackend, scoring: str, biased: bool) -> None:
@@ -193,11 +202,13 @@ def test_equal_experts_are_chosen_by_the_lowest_id(cpu: MakeBackend, scoring: st
 
 
 def test_zeros_of_both_signs_are_equal(cpu: MakeBackend) -> None:
-    x = np.ones((1, 16), np.float32)
-    router = np.zeros((4, 16), np.float32)
-    bias = np.array([-0.0, 0.0, -0.0, 0.0], np.float32)
-    ids, _ = run(cpu(1), -x, router, RouterRule(4, "softmax_of_chosen"), bias=bias)
-    assert ids[0].tolist() == [0, 1, 2, 3]
+    """A product too small for a float32 rounds to either of them."""
+    router = np.array([[-1e-30], [1e-30], [-1e-30], [1e-30]], np.float32)
+    x = np.array([[1e-30], [-1e-30]], np.float32)
+    backend = cpu(1)
+    ids, _ = run(backend, x, router, RouterRule(4, "softmax_of_chosen"))
+    assert np.signbit(backend._scratches["logits"].view(np.float32)[:8]).sum() == 4
+    assert (ids == [0, 1, 2, 3]).all()
 
 
 def test_equal_groups_are_kept_by_the_lowest(cpu: MakeBackend) -> None:
@@ -231,11 +242,13 @@ def test_ids_are_valid_and_distinct_whatever_the_logits_are(
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_an_expert_without_a_number_is_chosen_last(cpu: MakeBackend, sign: int) -> None:
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax_of_chosen"])
+def test_an_expert_without_a_number_is_chosen_last(cpu: MakeBackend, sign: int, scoring: str) -> None:
     bias = np.zeros(6, np.float32)
-    bias[[1, 4]] = np.nan * sign
+    bias[[1, 4]] = np.copysign(np.float32(np.nan), sign)
     bias[2] = -np.inf
-    ids, _ = run(cpu(1), rows_of(5, 32), rows_of(6, 32, 1), RouterRule(6, "sigmoid"), bias=bias)
+    rule = RouterRule(6, scoring)  # type: ignore[arg-type]
+    ids, _ = run(cpu(1), rows_of(5, 32), rows_of(6, 32, 1), rule, bias=bias)
     assert (ids[:, 3:] == [2, 1, 4]).all()
 
 
