@@ -14,6 +14,7 @@ from shardline.stage.errors import CheckpointError, shown
 
 MAX_SIZE = 1 << 24
 MAX_LAYERS = 4096
+MAX_HEAD_DIM = 4096
 
 # No part in what is computed from given token ids: how the model was trained, written, sampled from, is to be run.
 _WITHOUT_EFFECT = """

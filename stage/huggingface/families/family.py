@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 from shardline.kernels import Activation
 from shardline.stage.errors import shown
 from shardline.stage.huggingface.families.rope import extended_context
-from shardline.stage.huggingface.keys import MAX_LAYERS, Keys
+from shardline.stage.huggingface.keys import MAX_HEAD_DIM, MAX_LAYERS, Keys
 from shardline.stage.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 
 
@@ -151,7 +151,7 @@ class Sizes:
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=keys.size("head_dim", hidden_size // num_heads),
+            head_dim=keys.size("head_dim", hidden_size // num_heads, most=MAX_HEAD_DIM),
             context=extended_context(keys, keys.size("max_position_embeddings")),
         )
 

@@ -274,6 +274,12 @@ class TestPublished:
         assert spec.qkv_bias
         assert not spec.output_bias
 
+    def test_layers_that_guess_further_tokens_are_left_out(self, tmp_path):
+        for count, expected in ((1, ("model.layers.4.",)), (0, ()), (2, ("model.layers.4.", "model.layers.5."))):
+            (tmp_path / "config.json").write_text(json.dumps(GLM_AIR | {"num_nextn_predict_layers": count}))
+            config = read_config(tmp_path)
+            assert config.family.unused(config.keys, config.spec) == expected
+
     def test_gpt_oss_20b(self, read):
         spec = read(GPT_OSS)
         assert [layer.window for layer in spec.layers] == [128, 0, 128, 0]
@@ -373,6 +379,12 @@ class TestRefused:
             (LLAMA, {"num_hidden_layers": 10**6}, "num_hidden_layers: 1000000 is not an integer"),
             (LLAMA, {"num_key_value_heads": 2}, "2 does not divide the 9"),
             (LLAMA, {"num_attention_heads": 7, "num_key_value_heads": 1}, "7 does not divide hidden_size 576"),
+            (
+                LLAMA,
+                {"head_dim": 1 << 20, "rope_scaling": LLAMA3},
+                "head_dim: 1048576 is not an integer from 1 to 4096",
+            ),
+            (LLAMA, {"hidden_size": 1 << 20, "num_attention_heads": 1, "num_key_value_heads": 1}, "head_dim: 1048576"),
             (LLAMA, {"rms_norm_eps": "1e-5"}, "rms_norm_eps: 1e-5 is not a number"),
             (LLAMA, {"attention_bias": 1}, "attention_bias: 1 is neither true nor false"),
             (LLAMA, {"sliding_window": 4096}, "sliding_window: 4096: LlamaForCausalLM has no window"),
