@@ -98,7 +98,8 @@ def resolve(model: str | os.PathLike[str], *, progress: Progress | None = None) 
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ModelNotFoundError(
         f"no model {text!r}: it is neither an existing path nor a known name.{hint}"
-        f" Give the path of a .gguf file, or one of the known names: {', '.join(sorted(KNOWN_MODELS))}."
+        " Give the path of a .gguf file or of a Hugging Face folder, or one of the known names: "
+        f"{', '.join(sorted(KNOWN_MODELS))}."
     )
 
 
@@ -120,7 +121,7 @@ def fetch(name: str, *, progress: Progress | None = None) -> Path:
     if model is None:
         raise ModelNotFoundError(
             f"no known model {name!r}; the known names are: {', '.join(sorted(KNOWN_MODELS))}."
-            " Any other model is given as the path of its .gguf file."
+            " Any other model is given as the path of its .gguf file or folder."
         )
     say = progress or (lambda _line: None)
     folder = cache_folder()

@@ -56,7 +56,8 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help=f"A .gguf file, or a known name that is fetched: {', '.join(sorted(KNOWN_MODELS))}."
+        metavar="MODEL",
+        help=f"A .gguf file, a Hugging Face folder, or a name that is fetched: {', '.join(sorted(KNOWN_MODELS))}.",
     ),
 ]
 Stages = Annotated[
