@@ -234,18 +234,16 @@ def _pack_run(run: Sequence[GroupedMatrix], first: int, order: NDArray[np.int32]
     channels = len(source)
     blocks = -(-channels // LANES)
     q = aligned_empty((blocks, groups, group_size, 8 * bits), "uint8")
-    # A block at a time, so that the unpacked integers stay small.
-    for block in range(blocks):
-        rows = source[block * LANES : (block + 1) * LANES]
-        if bits == 4:
-            integers = np.zeros((LANES, groups * group_size), np.uint8)
-            integers[: len(rows), 0::2] = rows & 15
-            integers[: len(rows), 1::2] = rows >> 4
-            lanes = integers[: LANES // 2] | (integers[LANES // 2 :] << 4)
-        else:
-            lanes = np.zeros((LANES, groups * group_size), np.uint8)
-            lanes[: len(rows)] = rows
-        q[block] = lanes.T.reshape(groups, group_size, 8 * bits)
+    # Compiled code; who only asks how large a matrix becomes does without.
+    from shardline.kernels.cpu.interleave import interleave
+
+    whole = channels // LANES
+    blocked = q.reshape(blocks, groups * group_size, 8 * bits)
+    interleave(np.ascontiguousarray(source[: whole * LANES]), bits, blocked[:whole])
+    if whole < blocks:
+        padded = np.zeros((LANES, source.shape[1]), np.uint8)
+        padded[: channels - whole * LANES] = source[whole * LANES :]
+        interleave(padded, bits, blocked[whole:])
     return Part(
         bits,
         group_size,
