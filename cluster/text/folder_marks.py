@@ -16,7 +16,7 @@ MAX_IDS = 1 << 22
 _MAX_BYTES = 1 << 24
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SOME_MORE = ("additional_special_tokens", "extra_special_tokens")
+_SOME_MORE = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ def gemma() -> Document:
 
 def unigram() -> Document:
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("\u2581", -4.0), ("\u2581hello", -2.5), ("hello", -3.0)]
+    pieces += [("\u2581\u2581", -9.0)]
     pieces += [(letter, -6.0) for letter in "helowrd"]
     space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
     return document(
@@ -254,6 +255,45 @@ class TestEveryKind:
         else:
             assert ours.fewest_tokens("x" * 10**6) > 10**4
         assert ours.fewest_tokens("") == 0
+
+
+class TestFewestTokens:
+    LONG = "x" * 10**6
+
+    def test_spaces_that_a_token_takes_do_not_count(self, tmp_path: Path) -> None:
+        tokenizer = opened(tmp_path, byte_level())
+        text = "<|im_end|>" + " " * 10**6
+        assert len(tokenizer.encode(text, add_special=False, parse_special=True)) == 1
+        assert tokenizer.fewest_tokens(text) <= 1
+        assert tokenizer.fewest_tokens(self.LONG) > 10**4
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            {"normalizer": {"type": "Replace", "pattern": {"Regex": "x+"}, "content": "x"}},
+            {"normalizer": {"type": "Replace", "pattern": {"String": "xxxxxxxx"}, "content": "x"}},
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}]}},
+            {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+            {
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [
+                        {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False},
+                        BYTES,
+                    ],
+                }
+            },
+        ],
+    )
+    def test_no_bound_is_claimed_where_text_may_vanish(self, tmp_path: Path, parts: Document) -> None:
+        assert opened(tmp_path, byte_level(**parts)).fewest_tokens(self.LONG) == 0
+
+    def test_none_where_a_byte_has_no_token(self, tmp_path: Path) -> None:
+        made = byte_level()
+        made["model"]["vocab"]["a longer one"] = made["model"]["vocab"].pop("x")
+        tokenizer = opened(tmp_path, made)
+        assert tokenizer.encode(self.LONG, add_special=False, parse_special=True) == []
+        assert tokenizer.fewest_tokens(self.LONG) == 0
 
 
 class TestFirstSpace:
@@ -583,8 +623,8 @@ DAMAGE = [
     (unigram, "model.vocab.3", ["a", "b"], "model.vocab[3]", "not a token with its score"),
     (unigram, "model.vocab.3", "a", "model.vocab[3]", "is 'a', not a token with its score"),
     (unigram, "model.vocab.3", ["hello", 1.0], "model.vocab[5]", "is 'hello', and so is vocab[3]"),
-    (unigram, "model.unk_id", "-", "model.unk_id", "is null, not an id from 0 to 12"),
-    (unigram, "model.unk_id", 13, "model.unk_id", "is 13, not an id from 0 to 12"),
+    (unigram, "model.unk_id", "-", "model.unk_id", "is null, not an id from 0 to 13"),
+    (unigram, "model.unk_id", 14, "model.unk_id", "is 14, not an id from 0 to 13"),
     (llama, "added_tokens", {}, "added_tokens", "is an object of 0 entries, not a list"),
     (llama, "added_tokens.0", "x", "added_tokens[0]", "is 'x', not an object"),
     (llama, "added_tokens.0.id", "0", "added_tokens[0].id", "is '0', not an integer"),

@@ -112,11 +112,13 @@ class TestVariables:
             "pad_token": None,
             "image_token": "<img>",
             "extra_special_tokens": {"call_token": "<call>"},
+            "model_specific_special_tokens": {"think_token": "<think>"},
             "add_bos_token": True,
         }
-        source = "{{ bos_token }}{{ eos_token }}{{ image_token }}{{ call_token }}|{{ pad_token is defined }}"
+        source = "{{ bos_token }}{{ eos_token }}{{ image_token }}{{ call_token }}{{ think_token }}"
+        source += "|{{ pad_token is defined }}"
         found = template(tmp_path, {"tokenizer_config.json": config, "chat_template.jinja": source})
-        assert found.render(HI) == "<s></s><img><call>|False"
+        assert found.render(HI) == "<s></s><img><call><think>|False"
         older = {
             "tokenizer_config.json": {"eos_token": "x"},
             "special_tokens_map.json": {"eos_token": "y", "bos_token": "z"},
