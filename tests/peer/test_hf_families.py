@@ -17,7 +17,7 @@ import pytest
 
 from shardline.kernels import cpu_backend
 from shardline.scheduler import SamplingParams, SequenceRun, SequenceStart, StepPlan
-from shardline.stage import Stage, StageSpec, open_checkpoint
+from shardline.stage import CheckpointError, Stage, StageSpec, open_checkpoint
 from shardline.stage.huggingface.config import read_config
 from shardline.stage.huggingface.formats import quantize
 
@@ -293,6 +293,29 @@ def test_older_keys(name, tmp_path):
         return read_config(tmp_path).spec
 
     assert spec(older(values)) == spec(values)
+
+
+@pytest.mark.parametrize("family", sorted({family for family, _ in MODELS.values()}))
+def test_keys_that_are_left_out(family, tmp_path):
+    """A key that a file leaves out has the value that the class gives it, or is asked for."""
+    import transformers
+
+    getattr(transformers, f"{family}Config")(**SIZES).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["architectures"] = [f"{family.removesuffix('Text')}ForCausalLM"]
+
+    def spec(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_config(tmp_path).spec
+
+    whole = spec(values)
+    for key in values.keys() - SIZES.keys() - {"architectures", "model_type"}:
+        try:
+            without = spec({name: value for name, value in values.items() if name != key})
+        except CheckpointError as error:
+            assert "is missing" in str(error), key  # noqa: PT017
+        else:
+            assert without == whole, key
 
 
 def test_gemma3_with_images(tmp_path):
