@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardline.cluster.errors import (
+    DeadlyRequestError,
     EngineDeadError,
     EngineNotFoundError,
     LeaseExpiredError,
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "Completion",
+    "DeadlyRequestError",
     "Delta",
     "Engine",
     "EngineDeadError",

@@ -10,10 +10,10 @@ import uuid
 from dataclasses import replace
 from typing import Any, Protocol
 
-from shardline.cluster.engine import Engine, EngineStatus, checked_id
+from shardline.cluster.engine import Engine, EngineStatus
 from shardline.cluster.errors import EngineDeadError, EngineNotFoundError, LeaseExpiredError, ShardlineError
 from shardline.cluster.inbox import Failure, Inbox
-from shardline.cluster.request import Request
+from shardline.cluster.request import Request, checked_id
 from shardline.scheduler import InvalidParameterError
 
 ENGINE_NAME = "engine"

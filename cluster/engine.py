@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 import traceback
-import uuid
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
-from shardline.cluster.errors import EngineDeadError, ShardlineError, StageLostError
+from shardline.cluster.errors import DeadlyRequestError, EngineDeadError, ShardlineError, StageLostError
 from shardline.cluster.inbox import Failure, Inbox
 from shardline.cluster.live_request import LiveRequest
 from shardline.cluster.pipeline import Pipeline, StageStats
-from shardline.cluster.request import Delta, Request
+from shardline.cluster.request import Delta, Request, checked_id
 from shardline.cluster.text.model_text import ModelText
+from shardline.cluster.token_rate import TokenRate
 from shardline.scheduler import (
     InvalidParameterError,
     NewRequest,
@@ -29,17 +27,28 @@ from shardline.scheduler import (
     StepResult,
 )
 
+# No request of a user has an empty id.
+PROBE = NewRequest("", (0,), SamplingParams(max_tokens=1, ignore_eos=True, seed=0), priority=-(2**40))
+"""What runs first where it is to be seen whether any step runs at all."""
+
+MOST_RETRY_SECONDS = 60.0
+"""The longest wait between two tries to bring a stage back."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The engine's own settings.
 
     Attributes:
-        max_losses: How often in a row a stage may be lost without a step between before the engine gives up.
+        max_losses: How often in a row a stage may be lost, or not be brought back, without a step between before the
+            engine gives up.
+        retry_seconds: How long it waits after a try to bring a stage back that failed; twice as long after each further
+            one.
         rate_seconds: The span that `EngineStatus.tokens_per_second` looks back.
     """
 
     max_losses: int = 3
+    retry_seconds: float = 5.0
     rate_seconds: float = 10.0
 
 
@@ -99,9 +108,8 @@ class Engine:
         self._pending_result: asyncio.Task[StepResult] | None = None
         self._losses_in_a_row = 0
         self._losses = 0
-        self._generated_tokens = 0
-        self._recent: deque[float] = deque()
-        self._ready_since: float | None = None
+        self._tokens = TokenRate(self._config.rate_seconds)
+        self._was_ready = False
 
     # -- lifetime ----------------------------------------------------------------------------------------------------
 
@@ -127,9 +135,8 @@ class Engine:
         except BaseException:
             await self.close()
             raise
-        self._generated_tokens = 0
-        self._recent.clear()
-        self._ready_since = time.monotonic()
+        self._tokens.begin()
+        self._was_ready = True
         self._state = "ready"
 
     async def close(self) -> None:
@@ -164,10 +171,10 @@ class Engine:
             requests=len(self._live),
             scheduler=self._scheduler.stats(),
             stages=stages,
-            generated_tokens=self._generated_tokens,
-            tokens_per_second=self._rate(),
+            generated_tokens=self._tokens.total,
+            tokens_per_second=self._tokens.per_second(),
             losses=self._losses,
-            uptime_seconds=0.0 if self._ready_since is None else time.monotonic() - self._ready_since,
+            uptime_seconds=self._tokens.seconds,
         )
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -296,25 +303,43 @@ class Engine:
     async def _recover(self, lost: StageLostError) -> None:
         if self._state != "closed":
             self._state = "recovering"
+        await self._drop_pending_result()
+        self._blame(lost)
+        wait = 0.0
         while True:
-            await self._drop_pending_result()
-            self._scheduler.drop_in_flight()
             self._losses_in_a_row += 1
             if self._losses_in_a_row > self._config.max_losses:
                 raise EngineDeadError(
                     f"gave up after {self._losses_in_a_row} losses without a step between them; the last: {lost}"
                 ) from lost
+            await asyncio.sleep(wait)
             try:
                 await self._pipeline.recover()
+                break
             except StageLostError as again:
                 lost = again
-                continue
-            break
+                # What is gone may need a moment to come back: a node that starts again, say.
+                wait = min(max(self._config.retry_seconds, 2 * wait), MOST_RETRY_SECONDS)
         self._losses += 1
         if self._state == "recovering":
-            self._state = "ready" if self._ready_since is not None else "starting"
+            self._state = "ready" if self._was_ready else "starting"
         self._expect_result()
         self._wake.set()
+
+    def _blame(self, lost: StageLostError) -> None:
+        """Put what was in flight back into the queue, and end the requests that a stage is lost of each time."""
+        blamed = self._scheduler.drop_in_flight()
+        self._scheduler.abort(PROBE.request_id)
+        for request_id in blamed:
+            live = self._live.get(request_id)
+            if live is not None:
+                words = (
+                    f"request {request_id!r} was ended, for a stage is lost each time that it runs; the last: {lost}"
+                )
+                self._fail(live, DeadlyRequestError(words))
+        if self._scheduler.has_suspects():
+            # Before they run, each alone: where no step runs it is none of theirs.
+            self._scheduler.add(PROBE, alone=True)
 
     async def _die(self, dead: EngineDeadError) -> None:
         if self._state != "closed":
@@ -325,7 +350,7 @@ class Engine:
             live.inbox.fail(request_id, EngineDeadError(*dead.args))
         # Last, for it may be the scheduler that failed.
         with contextlib.suppress(AssertionError):
-            for request_id in ended:
+            for request_id in (*ended, PROBE.request_id):
                 self._scheduler.abort(request_id)
         await self._drop_pending_result()
         with contextlib.suppress(ShardlineError):
@@ -342,7 +367,7 @@ class Engine:
         if live is None or update.index not in live.running:
             # Cancelled, or ended by a stop string, while this token was on its way.
             return
-        self._count_token()
+        self._tokens.count()
         try:
             delta = live.advance(update)
         except Exception as error:
@@ -360,33 +385,3 @@ class Engine:
         del self._live[live.request_id]
         self._scheduler.abort(live.request_id)
         live.inbox.fail(live.request_id, error)
-
-    # -- figures -----------------------------------------------------------------------------------------------------
-
-    def _count_token(self) -> None:
-        self._generated_tokens += 1
-        now = time.monotonic()
-        self._recent.append(now)
-        self._forget_before(now - self._config.rate_seconds)
-
-    def _forget_before(self, moment: float) -> None:
-        while self._recent and self._recent[0] < moment:
-            self._recent.popleft()
-
-    def _rate(self) -> float:
-        if self._ready_since is None:
-            return 0.0
-        now = time.monotonic()
-        self._forget_before(now - self._config.rate_seconds)
-        return len(self._recent) / max(min(now - self._ready_since, self._config.rate_seconds), 1e-3)
-
-
-def checked_id(request: Request) -> str:
-    """The id that a request runs under, drawn if it names none. Raises InvalidParameterError."""
-    if not isinstance(request.params, SamplingParams):
-        raise InvalidParameterError("params", request.params, "SamplingParams")
-    if request.request_id is None:
-        return uuid.uuid4().hex
-    if not isinstance(request.request_id, str) or not request.request_id:
-        raise InvalidParameterError("request_id", request.request_id, "a text that is not empty, or None")
-    return request.request_id

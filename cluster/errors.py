@@ -7,6 +7,7 @@
     ├── PlanningError        the model does not fit the devices, with the numbers
     ├── TemplateError        the model's chat template refuses the messages (also a ValueError)
     ├── StageLostError       a stage died, hung or reported a device error; the engine recovers from it
+    ├── DeadlyRequestError   a stage was lost each time that this request ran; the engine goes on without it
     ├── TransportError       a peer of the data plane broke the protocol
     ├── EngineDeadError      the retry budget is spent; carries the dead worker's own last words
     ├── EngineNotFoundError  no engine runs at that address
@@ -66,6 +67,11 @@ class StageLostError(ShardlineError):
     def __str__(self) -> str:
         where = "a stage" if self.stage is None else f"stage {self.stage}"
         return f"{where} was lost: {self.reason}"
+
+
+class DeadlyRequestError(ShardlineError):
+    """A stage was lost each time that this request ran, at last when nothing else did; the message has the stage's last
+    words. The engine goes on without it."""
 
 
 class TransportError(ShardlineError):

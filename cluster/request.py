@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardline.scheduler import SamplingParams
+from shardline.scheduler import InvalidParameterError, SamplingParams
 
 Message = Mapping[str, Any]
 """One chat message: "role", "content" (text, None, or a list of {"type": "text", "text": ...} parts) and what else the
@@ -36,6 +37,17 @@ class Request:
     request_id: str | None = None
     tools: tuple[Mapping[str, Any], ...] | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checked_id(request: Request) -> str:
+    """The id that a request runs under, drawn if it names none. Raises InvalidParameterError."""
+    if not isinstance(request.params, SamplingParams):
+        raise InvalidParameterError("params", request.params, "SamplingParams")
+    if request.request_id is None:
+        return uuid.uuid4().hex
+    if not isinstance(request.request_id, str) or not request.request_id:
+        raise InvalidParameterError("request_id", request.request_id, "a text that is not empty, or None")
+    return request.request_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,16 @@ from shardline.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A plan whose result has not come yet: how many sequences it has, and which of them sample."""
+    """A plan whose result has not come yet: its sequences, and the ids of those that sample."""
 
     step_id: int
-    size: int
+    sequences: tuple[Sequence, ...]
     sampling: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many sequences it has."""
+        return len(self.sequences)
 
 
 class Draft:

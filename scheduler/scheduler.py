@@ -1,8 +1,8 @@
 """The central continuous-batching scheduler: three verbs, `add`, `schedule`, `update` (and `abort`).
 
 A conductor over small managers: `WaitingQueue` (order), `BlockPool` (who holds which block), `PrefixCache` (which
-blocks keep which tokens), `Sequence` (how far one sequence is), `fair_share` (how many sequences a plan takes). A
-sequence is always in exactly one of
+blocks keep which tokens), `Sequence` (how far one sequence is), `fair_share` (how many sequences a plan takes),
+`Suspects` (who may have killed a stage). A sequence is always in exactly one of
 
     waiting       in the queue; holds no blocks; the stages do not know it
     ready         one token is not computed yet: the one that was sampled last, or the last of a prompt
@@ -21,15 +21,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from shardline.scheduler import integrity
 from shardline.scheduler.block_pool import BlockPool
 from shardline.scheduler.config import SchedulerConfig
 from shardline.scheduler.errors import InvalidParameterError, QueueFullError
 from shardline.scheduler.limits import check_request, most_tokens
 from shardline.scheduler.microbatch import Draft, InFlight, fair_share
-from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan, StepResult
+from shardline.scheduler.plan import SequenceRun, StepPlan, StepResult
 from shardline.scheduler.prefix import PrefixCache
 from shardline.scheduler.request import NewRequest, SchedulerStats, SequenceUpdate
-from shardline.scheduler.sequence import Rank, RequestState, Sequence
+from shardline.scheduler.sequence import RequestState, Sequence
+from shardline.scheduler.suspects import Suspects
 from shardline.scheduler.waiting import WaitingQueue
 
 
@@ -50,6 +52,7 @@ class Scheduler:
         self._ready: dict[int, Sequence] = {}  # in the order in which they became ready
         self._catching_up: dict[int, Sequence] = {}
         self._in_flight: deque[InFlight] = deque()
+        self._suspects = Suspects()
         self._forget: list[int] = []
         self._arrivals = 0
         self._next_seq_id = 0
@@ -59,8 +62,8 @@ class Scheduler:
 
     # The verbs.
 
-    def add(self, request: NewRequest) -> None:
-        """Queue a request.
+    def add(self, request: NewRequest, *, alone: bool = False) -> None:
+        """Queue a request; with `alone` it runs as a suspect does, and a full queue does not refuse it.
 
         Raises:
             RequestTooLargeError: it could never run here; the text has the numbers and the remedy.
@@ -71,29 +74,32 @@ class Scheduler:
             raise InvalidParameterError("request_id", request.request_id, "an id that no unfinished request has")
         check_request(request, self.config)
         max_tokens = most_tokens(request, self.config)
-        if self._waiting.num_requests >= self.config.max_waiting:
+        if self._waiting.num_requests >= self.config.max_waiting and not alone:
             raise QueueFullError(
                 f"{self._waiting.num_requests} requests wait already, which is the limit: try again later, or raise "
                 "max_waiting"
             )
-        stop_ids = frozenset(request.params.stop_token_ids)
-        if not request.params.ignore_eos:
-            stop_ids |= frozenset(self.config.eos_token_ids)
-        arrival = self._arrivals
+        state = RequestState.of(request, max_tokens, self._arrivals, self.config)
         self._arrivals += 1
-        rank = (arrival + request.priority * self.config.priority_span, arrival)
-        state = RequestState(request, stop_ids, max_tokens, rank)
         self._requests[request.request_id] = state
         for index in range(request.params.n):
             sequence = Sequence.of(state, index)
             state.live[index] = sequence
             self._waiting.push(sequence)
+            if alone:
+                self._suspects.add(sequence)
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when nothing can run or the pipeline is full."""
         if len(self._in_flight) >= self.config.depth:
             return None
         draft = Draft(self.config.max_step_tokens)
+        if self._suspects:
+            # One plan at a time, so that a loss says whose it was.
+            if self._in_flight:
+                return None
+            if self._take_suspect(draft):
+                return self._issue(draft)
         self._take_ready(draft)
         num_chunks = self._chunk_share(draft)
         num_chunks -= self._take_chunks(draft, num_chunks)
@@ -116,6 +122,7 @@ class Scheduler:
             if sequence is None:  # aborted or preempted since
                 continue
             update = sequence.append(token)
+            self._suspects.clear(sequence)
             updates.append(update)
             if update.finish_reason is None:
                 self._ready[sequence.seq_id] = sequence
@@ -137,23 +144,31 @@ class Scheduler:
                     self._waiting.remove(sequence)
                 self._end(sequence)
 
-    def drop_in_flight(self) -> None:
+    def drop_in_flight(self) -> list[str]:
         """A stage was lost: forget all plans in flight and every cached block; unfinished sequences are recomputed.
 
-        The stages must know no sequence afterwards, and take the next plan's step id as it is.
+        The stages must know no sequence afterwards, and take the next plan's step id as it is. Returns the requests
+        that it is to be blamed on, which the caller ends: a stage is lost each time that they run.
         """
+        in_flight = (sequence for plan in self._in_flight for sequence in plan.sequences)
+        blamed = self._suspects.note_loss(sequence for sequence in in_flight if sequence.lives)
         for sequence in list(self._running.values()):
             self._stop_running(sequence)
             self._waiting.push(sequence)
         self._in_flight.clear()
         self._forget.clear()
         self._pool.reset()
+        return blamed
 
     # What can be asked.
 
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self._requests)
+
+    def has_suspects(self) -> bool:
+        """Whether any sequence was in flight at so many losses that it runs alone now."""
+        return bool(self._suspects)
 
     def unfinished(self) -> list[str]:
         """Ids of the requests that have not ended, in the order in which they came."""
@@ -185,6 +200,9 @@ class Scheduler:
         if at_most <= 0 or draft.budget <= 0:
             return
         for sequence in self._waiting:
+            if sequence in self._suspects:
+                # For the moment it does not fit.
+                return
             found = self._prefixes.find(sequence)
             if found is None:
                 continue
@@ -234,6 +252,19 @@ class Scheduler:
 
     # Drafting a plan.
 
+    def _take_suspect(self, draft: Draft) -> bool:
+        """Draft the next chunk of the first suspect; False when it must wait for others to give up blocks.
+
+        Only before it runs: what it needs is free when it enters, and nobody else runs until its next token.
+        """
+        sequence = self._suspects.first
+        if sequence.seq_id not in self._running:
+            found = self._prefixes.find(sequence)
+            if found is None or not self._make_room(sequence, found, draft):
+                return False
+            self._start_running(sequence, found)
+        return self._reserve(sequence, min(sequence.lag, self.config.prefill_chunk, draft.budget), draft)
+
     def _take_ready(self, draft: Draft) -> None:
         num_decoding = len(self._running) - len(self._catching_up)
         share = self._share(num_decoding, (len(plan.sampling) for plan in self._in_flight))
@@ -282,7 +313,7 @@ class Scheduler:
         for sequence, count in draft.counts.items():
             table, first = sequence.table, sequence.num_computed
             if sequence.known_blocks is None:
-                starts.append(self._start_message(sequence))
+                starts.append(sequence.start_message(self.config.block_size))
                 sequence.known_blocks = first // self.config.block_size
             samples = count == sequence.lag
             runs.append(
@@ -303,17 +334,8 @@ class Scheduler:
         plan = StepPlan(self._next_step_id, tuple(self._forget), tuple(starts), tuple(runs))
         self._forget.clear()
         self._next_step_id += 1
-        self._in_flight.append(InFlight(plan.step_id, len(runs), tuple(sampling)))
+        self._in_flight.append(InFlight(plan.step_id, tuple(draft.counts), tuple(sampling)))
         return plan
-
-    def _start_message(self, sequence: Sequence) -> SequenceStart:
-        return SequenceStart(
-            seq_id=sequence.seq_id,
-            params=sequence.params,
-            prompt_len=len(sequence.request.request.prompt_ids),
-            token_ids=sequence.token_ids(0, sequence.num_tokens),
-            block_ids=tuple(sequence.table[: sequence.num_computed // self.config.block_size]),
-        )
 
     # From state to state.
 
@@ -365,6 +387,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         state = sequence.request
+        self._suspects.clear(sequence)
         del state.live[sequence.index]
         if not state.live:
             del self._requests[state.request.request_id]
@@ -373,34 +396,4 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block is leaked, shared wrongly or counted wrongly, or a sequence is lost."""
-        self._pool.check(sequence.table for sequence in self._running.values())
-        live = {id(sequence) for state in self._requests.values() for sequence in state.live.values()}
-        waiting = {id(sequence) for sequence in self._waiting}
-        running = {id(sequence) for sequence in self._running.values()}
-        assert not waiting & running, "a sequence waits and runs"
-        assert waiting | running == live, "a sequence is lost, or outlived its request"
-        for sequence in self._waiting:
-            assert not sequence.table, "a waiting sequence holds blocks"
-            assert (sequence.num_computed, sequence.seq_id) == (0, -1), "a waiting sequence still has a name"
-        ranks: list[Rank] = [sequence.rank for sequence in self._waiting]
-        assert ranks == sorted(ranks), "the queue is out of order"
-        assert len(self._running) <= self.config.max_sequences, "more sequences run than are allowed"
-        assert len(self._in_flight) <= self.config.depth, "more plans are in flight than are allowed"
-        in_flight = [seq_id for plan in self._in_flight for seq_id in plan.sampling]
-        assert len(set(in_flight)) == len(in_flight), "a sequence samples in two plans in flight"
-        self._prefixes.check(self._running.values())
-        for seq_id, sequence in self._running.items():
-            self._check_running(seq_id, sequence, seq_id in in_flight)
-
-    def _check_running(self, seq_id: int, sequence: Sequence, sampling: bool) -> None:
-        name = f"sequence {seq_id}"
-        assert sequence.seq_id == seq_id, f"{name} is kept as {sequence.seq_id}"
-        assert len(set(sequence.table)) == len(sequence.table), f"{name} has a block twice"
-        assert len(sequence.table) >= self._pool.blocks_for(sequence.num_computed), f"{name} lacks a block"
-        for index, block_id in enumerate(sequence.table):
-            written_later = (index + 1) * self.config.block_size > sequence.num_computed
-            assert not written_later or self._pool.holders(block_id) == 1, f"{name} would write to a shared block"
-        state = (sequence.lag == 1, sequence.lag > 1, sequence.lag == 0)
-        assert (seq_id in self._ready, seq_id in self._catching_up, sampling) == state, (
-            f"{name} is not where its lag says"
-        )
+        integrity.check(self)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from shardline.scheduler.config import SchedulerConfig
 from shardline.scheduler.params import SamplingParams
-from shardline.scheduler.plan import SampledToken
+from shardline.scheduler.plan import SampledToken, SequenceStart
 from shardline.scheduler.request import NewRequest, SequenceUpdate
 
 _MASK = 2**64 - 1
@@ -49,6 +50,14 @@ class RequestState:
     live: dict[int, Sequence] = field(default_factory=dict)
     prompt_hashes: list[int] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, request: NewRequest, max_tokens: int, arrival: int, config: SchedulerConfig) -> RequestState:
+        """The state of a request that has just come, as the `arrival`-th."""
+        stop_ids = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            stop_ids |= frozenset(config.eos_token_ids)
+        return cls(request, stop_ids, max_tokens, (arrival + request.priority * config.priority_span, arrival))
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -73,6 +82,7 @@ class Sequence:
         awaits: A chain hash that another sequence is about to publish, and that this one waits for.
         was_preempted: It ran before.
         cached_tokens: Prompt tokens found in the cache at its first admission; None before.
+        losses: How often it was in flight when a stage was lost, since its last token.
     """
 
     request: RequestState
@@ -89,6 +99,7 @@ class Sequence:
     awaits: int | None = None
     was_preempted: bool = False
     cached_tokens: int | None = None
+    losses: int = 0
 
     @classmethod
     def of(cls, request: RequestState, index: int) -> Sequence:
@@ -109,6 +120,11 @@ class Sequence:
         return self.request.request.priority
 
     @property
+    def lives(self) -> bool:
+        """Whether it has not ended."""
+        return self.request.live.get(self.index) is self
+
+    @property
     def lag(self) -> int:
         """Tokens that no plan has computed yet; 0 while its next token is being sampled."""
         return self.num_tokens - self.num_computed
@@ -122,6 +138,16 @@ class Sequence:
         if first >= split:
             return tuple(self.output[first - split : end - split])
         return prompt[first:] + tuple(self.output[: end - split])
+
+    def start_message(self, block_size: int) -> SequenceStart:
+        """What tells the stages of it."""
+        return SequenceStart(
+            seq_id=self.seq_id,
+            params=self.params,
+            prompt_len=len(self.request.request.prompt_ids),
+            token_ids=self.token_ids(0, self.num_tokens),
+            block_ids=tuple(self.table[: self.num_computed // block_size]),
+        )
 
     def append(self, token: SampledToken) -> SequenceUpdate:
         """Take its next token, and say whether it ends here."""

@@ -32,6 +32,7 @@ class ScriptedPipeline:
     Attributes:
         lose_at: Ordinals (from 0, over the pipeline's life) of steps whose result is the loss of a stage.
         lose_on_submit: Ordinals of steps whose submission is.
+        deadly: A stage is lost of each step that takes a sequence of such a prompt to so many tokens or more.
         failing_recoveries: How many of the next recoveries fail.
         gate: Results wait for it; open at first.
     """
@@ -42,6 +43,7 @@ class ScriptedPipeline:
         self.block_size = block_size
         self.lose_at: set[int] = set()
         self.lose_on_submit: set[int] = set()
+        self.deadly: dict[tuple[int, ...], int] = {}
         self.failing_recoveries = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -123,6 +125,8 @@ class ScriptedPipeline:
             known.tokens.extend(run.token_ids)
             known.blocks.extend(run.new_block_ids)
             assert len(known.tokens) <= len(known.blocks) * self.block_size
+            if len(known.tokens) >= self.deadly.get(known.prompt, len(known.tokens) + 1):
+                self.lose_at.add(len(self.plans) - 1)
             if run.samples:
                 token = self.script(known.prompt, len(known.tokens) - len(known.prompt))
                 if known.wants_logprobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -11,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from shardline.cluster import Delta, Engine, EngineDeadError, Request, ShardlineError, StageLostError
+from shardline.cluster import (
+    DeadlyRequestError,
+    Delta,
+    Engine,
+    EngineDeadError,
+    Request,
+    ShardlineError,
+    StageLostError,
+)
 from shardline.cluster.engine import EngineConfig
 from shardline.cluster.inbox import Failure, Inbox, merge
 from shardline.cluster.text.model_text import ModelText
@@ -53,6 +62,7 @@ class Rig:
             "eos_token_ids": tuple(sorted(text.tokenizer.eos_ids)),
             "vocab_size": pipeline.vocab_size,
         }
+        config = config or EngineConfig(retry_seconds=0.01)
         self.engine = Engine(pipeline, text, SchedulerConfig(**settings | limits), config)
 
     async def __aenter__(self) -> Rig:
@@ -602,7 +612,7 @@ def test_a_stage_that_is_lost_at_rest_comes_back_before_anyone_asks(rig: Callabl
 
 def test_recoveries_that_fail_are_tried_again_within_the_budget(rig: Callable[..., Rig]) -> None:
     async def work() -> None:
-        async with rig(config=EngineConfig(max_losses=3)) as r:
+        async with rig(config=EngineConfig(max_losses=3, retry_seconds=0.01)) as r:
             r.pipeline.lose_at = {4}
             r.pipeline.failing_recoveries = 2
             assert (await r.whole(ask(5))).token_ids == expected(ask(5))
@@ -614,7 +624,7 @@ def test_recoveries_that_fail_are_tried_again_within_the_budget(rig: Callable[..
 @pytest.mark.parametrize("how", ["every step is lost", "recovery fails"])
 def test_a_spent_budget_ends_every_request_with_the_last_words(rig: Callable[..., Rig], how: str) -> None:
     async def work() -> None:
-        r = rig(config=EngineConfig(max_losses=3))
+        r = rig(config=EngineConfig(max_losses=3, retry_seconds=0.01))
         await r.engine.start()
         if how == "recovery fails":
             r.pipeline.lose_at = {6}
@@ -637,6 +647,95 @@ def test_a_spent_budget_ends_every_request_with_the_last_words(rig: Callable[...
         assert words in status.reason
         r.check_idle()
         await r.engine.close()
+
+    within(work())
+
+
+def test_tries_to_bring_a_stage_back_wait_longer_each_time(rig: Callable[..., Rig]) -> None:
+    async def work() -> None:
+        async with rig(config=EngineConfig(max_losses=4, retry_seconds=0.05)) as r:
+            recover, tries = r.pipeline.recover, []
+
+            async def watched() -> None:
+                tries.append(asyncio.get_running_loop().time())
+                await recover()
+
+            r.pipeline.recover = watched
+            # Nobody asks for anything, and what is gone comes back within the budget.
+            r.pipeline.failing_recoveries = 3
+            r.pipeline.lose()
+            while (await r.engine.status()).losses == 0:
+                await asyncio.sleep(0.01)
+            waits = [later - earlier for earlier, later in itertools.pairwise(tries)]
+            assert len(waits) == 3
+            assert all(wait >= least for wait, least in zip(waits, (0.049, 0.099, 0.199), strict=True))
+            assert (await r.whole(ask(5))).token_ids == expected(ask(5))
+
+    within(work())
+
+
+def test_close_ends_the_wait_for_the_next_try(rig: Callable[..., Rig]) -> None:
+    async def work() -> None:
+        r = rig(config=EngineConfig(retry_seconds=10_000.0))
+        await r.engine.start()
+        r.pipeline.failing_recoveries = 99
+        r.pipeline.lose()
+        while not r.pipeline.recoveries:
+            await asyncio.sleep(0)
+        waiting = asyncio.create_task(r.whole(ask(5)))
+        await asyncio.sleep(0.01)
+        assert r.pipeline.recoveries == 1
+        await r.engine.close()
+        assert (await waiting).finish_reason == "abort"
+
+    within(work())
+
+
+@pytest.mark.parametrize("deadly", [((6, 3),), ((6, 3), (11, 20), (9, 3))])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_request_that_kills_a_stage_each_time_ends_alone(
+    rig: Callable[..., Rig], deadly: tuple[tuple[int, int], ...], depth: int
+) -> None:
+    """Pairs of a prompt's first token, and how many tokens of that sequence no stage survives."""
+
+    async def work() -> None:
+        async with rig(depth=depth) as r:
+            requests = [ask(5 + i, 6, 7, max_tokens=30) for i in range(8)]
+            r.pipeline.deadly = {(first, 6, 7): tokens for first, tokens in deadly}
+            streams: list[list[Delta]] = [[] for _ in requests]
+
+            async def consume(index: int) -> None:
+                async for delta in r.engine.generate(requests[index]):
+                    streams[index].append(delta)
+
+            outcomes = await asyncio.gather(*map(consume, range(8)), return_exceptions=True)
+            for i, (request, outcome, deltas) in enumerate(zip(requests, outcomes, streams, strict=True)):
+                fatal = dict(deadly).get(5 + i)
+                if fatal is None:
+                    assert outcome is None
+                    assert merge(deltas).token_ids == expected(request)
+                else:
+                    assert isinstance(outcome, DeadlyRequestError)
+                    assert "stage 1 was lost: scripted loss at step" in str(outcome)
+                    # What it had before is there.
+                    had = merge(deltas).token_ids if deltas else ()
+                    assert had == expected(request)[: max(0, fatal - 3)]
+            assert r.pipeline.recoveries <= 4 * len(deadly)
+            status = await r.engine.status()
+            assert (status.state, status.requests) == ("ready", 0)
+            assert (await r.whole(ask(5))).token_ids == expected(ask(5))
+
+    within(work())
+
+
+def test_a_deadly_request_of_several_sequences_ends_with_all_of_them(rig: Callable[..., Rig]) -> None:
+    async def work() -> None:
+        async with rig() as r:
+            r.pipeline.deadly = {(5, 6): 4}
+            beside = asyncio.create_task(r.whole(ask(6, 6)))
+            with pytest.raises(DeadlyRequestError, match=r"request 'mine' was ended"):
+                await r.run(replace(ask(5, 6, n=3), request_id="mine"))
+            assert (await beside).token_ids == expected(ask(6, 6))
 
     within(work())
 

@@ -5,23 +5,34 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import ray
+from numpy.typing import NDArray
 
-from shardline.cluster import Engine, Request
+from shardline.cluster import DeadlyRequestError, Engine, Request
 from shardline.cluster.engine import EngineStatus
 from shardline.cluster.local_pipeline import LocalPipeline, stage_specs
 from shardline.cluster.pipeline import Pipeline
 from shardline.cluster.ray_pipeline import RayPipeline
 from shardline.cluster.ray_runtime import connected
 from shardline.cluster.stage_fleet import RayPipelineConfig
+from shardline.cluster.stage_loading import CheckpointLoader, LoadedStage
 from shardline.cluster.text.model_text import ModelText
-from shardline.scheduler import SamplingParams, SchedulerConfig
+from shardline.cluster.wire.stage_worker import StageRunner
+from shardline.scheduler import SamplingParams, SchedulerConfig, StepPlan
 from shardline.stage import ModelSpec, StageSpec, open_checkpoint
+from shardline.stage.stage import StepOutput
 
 pytestmark = pytest.mark.ray
+
+# The workers cannot import this file: what it defines goes to them by value.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SPLIT = (2, 17, 11)
 TOKENS = 20
@@ -140,11 +151,11 @@ def undisturbed(smollm2: Path) -> Bytes:
     return result
 
 
-def pipeline_of(path: Path, **config: float) -> RayPipeline:
+def pipeline_of(path: Path, loader: CheckpointLoader | None = None, **config: float) -> RayPipeline:
     checkpoint = open_checkpoint(path)
     specs = specs_of(checkpoint.spec, SPLIT)
     checkpoint.close()
-    return RayPipeline(specs, path, config=RayPipelineConfig(**config))
+    return RayPipeline(specs, loader or path, config=RayPipelineConfig(**config))
 
 
 def run_with(pipeline: RayPipeline, path: Path, work: Callable[[Engine], Awaitable[None]]) -> None:
@@ -257,3 +268,58 @@ def test_a_stage_that_hangs_is_found_by_the_deadline(ray_cluster: None, smollm2:
             os.kill(before[1], 0)
 
     run_with(pipeline_of(smollm2, step_seconds=5.0), smollm2, work)
+
+
+DEADLY_TOKEN = 31_337
+
+
+@dataclass(frozen=True)
+class DeadlyLoader(CheckpointLoader):
+    """Stage 1 dies of a certain token."""
+
+    def load(self, spec: StageSpec) -> LoadedStage:
+        loaded = super().load(spec)
+        return replace(loaded, runner=Deadly(loaded.runner)) if spec.index == 1 else loaded
+
+
+@dataclass
+class Deadly:
+    """A stage that dies when it is told of the token."""
+
+    stage: StageRunner
+
+    def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
+        if any(DEADLY_TOKEN in start.token_ids for start in plan.starts):
+            os.write(2, b"an odd shape: the device fell off the bus\n")
+            os._exit(17)
+        return self.stage.run(plan, hidden)
+
+    def reset(self) -> None:
+        self.stage.reset()
+
+    def close(self) -> None:
+        self.stage.close()
+
+
+def test_a_request_that_kills_its_stage_each_time_ends_and_the_others_have_their_bytes(
+    ray_cluster: None, smollm2: Path, undisturbed: Bytes
+) -> None:
+    async def work(engine: Engine) -> None:
+        deadly: list[asyncio.Task[None]] = []
+
+        async def kill() -> None:
+            async for _ in engine.generate(Request(token_ids=(1, DEADLY_TOKEN, 2))):
+                pass
+
+        def on_token(count: int) -> None:
+            if count == 50:
+                deadly.append(asyncio.get_running_loop().create_task(kill()))
+
+        assert await stream(engine, on_token) == undisturbed
+        with pytest.raises(DeadlyRequestError, match=r"(?s)stage 1 was lost.*the device fell off the bus"):
+            await deadly[0]
+        status = await after_losses(engine, 4)
+        assert (status.requests, status.scheduler.blocks_used) == (0, 0)
+        assert await stream(engine) == undisturbed
+
+    run_with(pipeline_of(smollm2, DeadlyLoader(smollm2)), smollm2, work)

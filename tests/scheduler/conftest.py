@@ -149,8 +149,8 @@ class Driver:
         self.aborted: set[tuple[str, int]] = set()
         self.cached_tokens = {}
 
-    def add(self, request: NewRequest) -> None:
-        self.scheduler.add(request)
+    def add(self, request: NewRequest, **how) -> None:
+        self.scheduler.add(request, **how)
         self.requests[request.request_id] = request
         for index in range(request.params.n):
             key = (request.request_id, index)
@@ -197,10 +197,11 @@ class Driver:
             if index in (None, i) and (request_id, i) not in self.finished:
                 self.aborted.add((request_id, i))
 
-    def lose_stage(self) -> None:
-        self.scheduler.drop_in_flight()
+    def lose_stage(self) -> list[str]:
+        blamed = self.scheduler.drop_in_flight()
         self.results.clear()
         self.stages.reset()
+        return blamed
 
     def drain(self, most_steps: int = 20_000) -> int:
         """Run until everything has ended; the number of steps it took."""
