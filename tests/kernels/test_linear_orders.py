@@ -158,6 +158,14 @@ def test_a_gated_bias_is_one_rounded_addition(cpu: MakeBackend, random_matrix: M
     np.testing.assert_array_equal(result[large], (g * u)[large])
 
 
+@pytest.mark.parametrize("length", [70, 139, 141])
+def test_refuses_a_gated_bias_that_is_not_two(cpu: MakeBackend, random_matrix: MakeMatrix, length: int) -> None:
+    backend = cpu(1)
+    weight = backend.load_gated(random_matrix(70, 32), random_matrix(70, 32, seed=1))
+    with pytest.raises(AssertionError, match=r"bias is \(.*, not \[140\]"):
+        run(backend, weight, rows_of(1, 32), 70, gated="silu", bias=np.zeros(length, np.float32))
+
+
 @pytest.mark.parametrize("orders", [(1, 1), (1, 2), (None, 2), (1, None)])
 def test_a_gate_and_its_up_may_have_different_orders(
     cpu: MakeBackend, random_matrix: MakeMatrix, orders: tuple[int | None, int | None]
