@@ -87,7 +87,7 @@ class ResidentCheckpoint:
         stacked = expert is not None and len(forms) == 1
         form = forms[0] if stacked or expert is None else forms[expert]
         name = role if stacked or expert is None else f"{role}.{expert}"
-        parts = self._parts(form, name, layer, matrix_shapes(self.spec, layer)[role], expert or 0)
+        parts = self._parts(form, name, layer, matrix_shapes(self.spec, layer)[role], expert if stacked else 0)
         for part in ("scale", "minimum"):
             if not np.isfinite(parts[part]).all():
                 raise self._error(layer, f"{name}.{part}", "an element is not a finite number")
