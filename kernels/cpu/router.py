@@ -6,6 +6,8 @@ in halves; the rest of K follows in an fma chain on the result.
 
 Experts are compared by an integer key that has the order of the floats, with NaN below all; so every row chooses valid
 and distinct experts, whatever its logits are, and the one of the lowest id among equal ones.
+
+A softmax over the chosen has a sum of 1 as it is, so `normalise` changes nothing in it.
 """
 
 from __future__ import annotations
