@@ -6,13 +6,11 @@ import asyncio
 import logging
 import math
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shardline.cluster.errors import EngineNotFoundError, PlanningError
+from shardline.cluster.ray_head import require_head
 
 NAMESPACE = "shardline"
 
@@ -36,10 +35,6 @@ SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
 }
 """Environment of every Ray process that we start; launch.sh sets the same."""
-
-
-HEAD_SECONDS = 5.0
-"""How long a cluster's head may take to accept a connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,53 +127,6 @@ def before_joining(address: str) -> None:
     if "RAY_AUTH_MODE" not in os.environ and loader.has_token(ignore_auth_mode=True):
         os.environ["RAY_AUTH_MODE"] = "token"
         _ray._raylet.Config.initialize("")
-
-
-def require_head(address: str) -> None:
-    """Refuse at once an address where nothing listens; Ray itself would wait for minutes.
-
-    Args:
-        address: "host:port"; or "auto" for the cluster in RAY_ADDRESS or the one that was started on this machine last,
-            which may have died without a word.
-
-    Raises:
-        EngineNotFoundError: nothing listens there, or it is no address.
-    """
-    if address == "local":
-        return
-    told = address
-    if address == "auto":
-        found = os.environ.get("RAY_ADDRESS") or _last_started()
-        if found is None:
-            # Ray looks for running processes then, and says at once when there are none.
-            return
-        told, address = f"auto ({found})", found
-    host, colon, port = address.rpartition(":")
-    if "://" in address or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise EngineNotFoundError(f"{told} is no address of a Ray cluster: give auto, local or HOST:PORT")
-    host = host.strip("[]")
-    # Ray takes a loopback address for this machine, whose head may listen on its other address only.
-    hosts = [host, _ray.util.get_node_ip_address()] if host in ("127.0.0.1", "localhost", "::1") else [host]
-    for name in hosts:
-        try:
-            socket.create_connection((name, int(port)), HEAD_SECONDS).close()
-        except OSError as error:
-            reason = error
-        else:
-            return
-    raise EngineNotFoundError(
-        f"no Ray cluster can be reached at {told}: {reason}. Start one with cluster/launch.sh, or leave the address "
-        "out for a local one"
-    ) from reason
-
-
-def _last_started() -> str | None:
-    """The head's address that `ray start` left on this machine."""
-    temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    try:
-        return (Path(temporary) / "ray" / "ray_current_cluster").read_text().strip() or None
-    except OSError:
-        return None
 
 
 def describe_cluster(address: str | None = None) -> list[NodeInfo]:
