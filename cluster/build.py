@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardline.cluster import hub
 from shardline.cluster.engine import Engine
 from shardline.cluster.local_pipeline import LocalPipeline
 from shardline.cluster.models import Progress, resolve
@@ -57,7 +58,7 @@ class EngineOptions:
     """What a user chooses. Pickles, so that an engine can be built from it elsewhere.
 
     Attributes:
-        model: A model file's path or a known name.
+        model: A path, a known name, or `hf:owner/name[@revision]`.
         stages: How many stages; None for one, or what `split` or the cluster gives.
         split: Layers of each stage, to force it.
         address: A Ray cluster: "auto", "host:port" or "local"; None for no Ray unless there is more than one stage.
@@ -232,15 +233,17 @@ class Prepared:
 
     Attributes:
         options: As given.
-        path: The model file.
+        path: The model file or folder; with `hub_model` an outline of it here, which any host can make.
         plan: The plan.
         node_ids: Ray's id of each stage's node; None leaves the placement to Ray.
+        hub_model: That of the Hugging Face hub whose files the stages' nodes fetch, each its own stage's.
     """
 
     options: EngineOptions
     path: Path
     plan: PipelinePlan
     node_ids: tuple[str, ...] | None
+    hub_model: hub.HubModel | None = None
 
 
 def prepare(options: EngineOptions, *, progress: Progress | None = None) -> Prepared:
@@ -252,7 +255,8 @@ def prepare(options: EngineOptions, *, progress: Progress | None = None) -> Prep
         EngineNotFoundError: no cluster answers at the address.
     """
     wish = wanted(options)
-    path = resolve(options.model, progress=progress)
+    hub_model = hub.pin(options.model) if options.uses_ray and hub.is_hub_name(options.model) else None
+    path = hub.outline(hub_model, progress) if hub_model else resolve(options.model, progress=progress)
     checkpoint = open_checkpoint(path)
     try:
         model, size = checkpoint.spec, model_bytes(checkpoint)
@@ -264,14 +268,14 @@ def prepare(options: EngineOptions, *, progress: Progress | None = None) -> Prep
             devices = cpu_devices(count, memory=options.memory, threads=options.threads)
         else:
             devices = [gpu_device(options.device, options.memory)]
-        return Prepared(options, path, plan_pipeline(model, size, devices, wish), None)
+        return Prepared(options, path, plan_pipeline(model, size, devices, wish), None, hub_model)
     from shardline.cluster.ray_runtime import describe_cluster
 
     nodes = describe_cluster(options.address)
     if wish.stages is None and wish.split is None:
         wish = replace(wish, stages=min(len(nodes), model.num_layers))
     plan = plan_pipeline(model, size, cluster_devices(nodes, options), wish)
-    return Prepared(options, path, plan, tuple(stage.device.node for stage in plan.stages))
+    return Prepared(options, path, plan, tuple(stage.device.node for stage in plan.stages), hub_model)
 
 
 def cluster_devices(nodes: Sequence[NodeInfo], options: EngineOptions) -> list[Device]:
@@ -305,7 +309,11 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
     CheckpointError.
     """
     options, plan = prepared.options, prepared.plan
-    checkpoint = open_checkpoint(prepared.path)
+    here, path = in_process or not options.uses_ray, prepared.path
+    if prepared.hub_model is not None:
+        # The plan may have been made on another host.
+        path = hub.fetch_all(prepared.hub_model) if here else hub.outline(prepared.hub_model)
+    checkpoint = open_checkpoint(path)
     try:
         text = ModelText.from_checkpoint(checkpoint)
         specs = tuple(replace(spec, num_tokens=text.num_ids) for spec in plan.specs)
@@ -322,7 +330,7 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
             eos_token_ids=tuple(text.tokenizer.eos_ids),
             vocab_size=text.num_ids,
         )
-        if in_process or not options.uses_ray:
+        if here:
             return Engine(LocalPipeline(specs, checkpoint, owns_checkpoint=True), text, scheduler)
     except BaseException:
         checkpoint.close()
@@ -330,6 +338,8 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
     checkpoint.close()
     from shardline.cluster.ray_pipeline import RayPipeline
     from shardline.cluster.ray_runtime import StagePlacement
+    from shardline.cluster.stage_loading import HubLoader
 
+    source = path if prepared.hub_model is None else HubLoader(prepared.hub_model)
     placements = None if prepared.node_ids is None else [StagePlacement(node_id) for node_id in prepared.node_ids]
-    return Engine(RayPipeline(specs, prepared.path, placements), text, scheduler)
+    return Engine(RayPipeline(specs, source, placements), text, scheduler)

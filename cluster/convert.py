@@ -16,6 +16,7 @@ from typing import Any
 
 from shardline._version import __version__
 from shardline.cluster.errors import ConvertError
+from shardline.cluster.hub import TEXT_FILES
 from shardline.cluster.models import Progress, resolve
 from shardline.scheduler import InvalidParameterError
 from shardline.stage import Checkpoint, open_checkpoint
@@ -26,19 +27,6 @@ from shardline.stage.resident.manifest import FileRecord, Manifest, Shard, encod
 from shardline.stage.resident.writer import shard_bytes, write_shard
 
 GROUP_SIZES = (16, 32, 64, 128)
-
-TEXT_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""What a folder's tokenizer, chat template and advice for sampling are read from, with chat_templates/*.jinja."""
 
 # The largest vocabulary with its merges takes about 35 MB.
 _LARGEST_TEXT = 1 << 28

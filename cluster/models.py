@@ -1,4 +1,4 @@
-"""Models by name: a small table, and how to bring one of it to the user's cache."""
+"""Models by name: a small table, and how to bring one of it to the user's cache; `hub` has those of the hub."""
 
 from __future__ import annotations
 
@@ -82,11 +82,17 @@ def cache_folder() -> Path:
 
 
 def resolve(model: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
-    """The file of a model given as a path or as a known name; a known name is fetched when it is not there yet.
+    """The file or folder of a model given as a path, a known name or `hf:owner/name[@revision]`; what a name stands for
+    is fetched when it is not there yet.
 
-    A file in the current folder that has a known name is reached as "./name". Raises ModelNotFoundError.
+    A file in the current folder that has a known name is reached as "./name". Raises ModelNotFoundError, and of the
+    hub's models CheckpointError.
     """
     text = os.fspath(model)
+    if isinstance(model, str) and model.startswith("hf:"):
+        from shardline.cluster import hub
+
+        return hub.fetch_all(hub.pin(model), progress)
     if isinstance(model, str) and model.lower() in KNOWN_MODELS:
         return fetch(model.lower(), progress=progress)
     if text:

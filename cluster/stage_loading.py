@@ -1,4 +1,4 @@
-"""Where a stage of the Ray pipeline comes from: a checkpoint on the node's own disk."""
+"""Where a stage of the Ray pipeline comes from: a checkpoint on the node's own disk, fetched there if it has a name."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from shardline.cluster.errors import ModelNotFoundError
+from shardline.cluster.hub import HubModel
 from shardline.cluster.wire.stage_worker import StageRunner
 from shardline.scheduler import SamplingParams
 from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan
 from shardline.stage.spec import StageSpec
+
+if TYPE_CHECKING:
+    from shardline.stage import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +92,62 @@ class CheckpointLoader:
 
     def load(self, spec: StageSpec) -> LoadedStage:
         """See `StageLoader`. Raises CheckpointError."""
-        from shardline.stage import Stage, backend_for, open_checkpoint
+        from shardline.stage import open_checkpoint
 
-        checkpoint = open_checkpoint(self.path)
+        return load_from(open_checkpoint(self.path), spec, None)
+
+
+@dataclass(frozen=True, slots=True)
+class HubLoader:
+    """Loads stages from a model of the Hugging Face hub: every node fetches what its own stage reads."""
+
+    model: HubModel
+
+    @property
+    def path(self) -> str:
+        """For people."""
+        return self.model.name
+
+    def identity(self) -> ModelIdentity:
+        """See `StageLoader`. A commit is the same everywhere. Raises ModelNotFoundError, CheckpointError."""
+        from shardline.cluster.hub import fetch_small
+        from shardline.stage.huggingface.config import read_config
+
+        model = read_config(fetch_small(self.model)).spec
+        return ModelIdentity(self.model.fingerprint, model.hidden_size, model.vocab_size)
+
+    def load(self, spec: StageSpec) -> LoadedStage:
+        """See `StageLoader`. Raises ModelNotFoundError, CheckpointError."""
+        from shardline.cluster.hub import fetch_needed
+        from shardline.stage import open_checkpoint
+
+        folder = fetch_needed(
+            self.model, spec.first_layer, spec.end_layer, has_embed=spec.has_embed, has_head=spec.has_head
+        )
+        return load_from(open_checkpoint(folder), spec, self.model.fingerprint)
+
+
+def load_from(checkpoint: Checkpoint, spec: StageSpec, fingerprint: str | None) -> LoadedStage:
+    """A stage of an open checkpoint, which is closed. fingerprint: The model's; None: the checkpoint's own.
+
+    Raises CheckpointError.
+    """
+    from shardline.stage import Stage, backend_for
+
+    try:
+        model = checkpoint.spec
+        identity = ModelIdentity(fingerprint or checkpoint.fingerprint, model.hidden_size, model.vocab_size)
+        backend = backend_for(spec)
         try:
-            model = checkpoint.spec
-            identity = ModelIdentity(checkpoint.fingerprint, model.hidden_size, model.vocab_size)
-            backend = backend_for(spec)
-            try:
-                stage = Stage(spec, checkpoint, backend)
-                with one_at_a_time():
-                    warm_up(stage, spec, model.hidden_size)
-            except BaseException:
-                backend.close()
-                raise
-        finally:
-            checkpoint.close()
-        return LoadedStage(stage, identity, backend.name, backend.resident_bytes)
+            stage = Stage(spec, checkpoint, backend)
+            with one_at_a_time():
+                warm_up(stage, spec, model.hidden_size)
+        except BaseException:
+            backend.close()
+            raise
+    finally:
+        checkpoint.close()
+    return LoadedStage(stage, identity, backend.name, backend.resident_bytes)
 
 
 def warm_up(stage: StageRunner, spec: StageSpec, hidden_size: int) -> None:

@@ -57,7 +57,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help=f"A .gguf file, a Hugging Face folder, or a name that is fetched: {', '.join(sorted(KNOWN_MODELS))}.",
+        help="A .gguf file, a Hugging Face folder, one that `shardline convert` wrote, or a name that is fetched: "
+        f"hf:OWNER/NAME[@REVISION], {', '.join(sorted(KNOWN_MODELS))}.",
     ),
 ]
 Stages = Annotated[

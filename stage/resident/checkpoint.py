@@ -84,10 +84,10 @@ class ResidentCheckpoint:
         role = self._stored_role(role)
         assert (expert is not None) == (role in EXPERT_ROLES), (role, expert)
         forms = self._manifest.shards[layer].forms[role]
-        stacked = expert is not None and len(forms) == 1
-        form = forms[0] if stacked or expert is None else forms[expert]
-        name = role if stacked or expert is None else f"{role}.{expert}"
-        parts = self._parts(form, name, layer, matrix_shapes(self.spec, layer)[role], expert if stacked else 0)
+        form, name, index = forms[0], role, expert or 0
+        if expert is not None and len(forms) > 1:
+            form, name, index = forms[expert], f"{role}.{expert}", 0
+        parts = self._parts(form, name, layer, matrix_shapes(self.spec, layer)[role], index)
         for part in ("scale", "minimum"):
             if not np.isfinite(parts[part]).all():
                 raise self._error(layer, f"{name}.{part}", "an element is not a finite number")
