@@ -50,18 +50,13 @@ class SentencePieceNormalizer:
         if not self._removes:
             return prefix + "".join(parts).replace(" ", SPACE)
         kept: list[str] = []
-        leading = after_space = True
+        after_space = True
         for part in parts:
-            if leading and part == " ":
-                continue
-            leading = False
             if after_space:
                 part = part.lstrip(" ")
             if part:
                 kept.append(part)
                 after_space = part.endswith(" ")
-        if leading:
-            return ""
         return (prefix + "".join(kept).replace(" ", SPACE)).rstrip(SPACE)
 
     def _parts(self, text: bytes) -> Iterator[str]:

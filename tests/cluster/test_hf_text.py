@@ -327,6 +327,14 @@ class TestFirstSpace:
         stream = Detokenizer(tokenizer)
         assert [stream.feed([i]) for i in (1, word, word)] == ["", f"{start}hello", " hello"]
 
+    def test_all_spaces_of_the_first_token(self, tmp_path: Path) -> None:
+        """As the library's Metaspace has it: of the first token each, and of no other."""
+        tokenizer, library = opened(tmp_path, unigram()), Library.from_str(json.dumps(unigram()))
+        two, hello = (library.token_to_id(token) for token in ("\u2581\u2581", "\u2581hello"))
+        for ids in ([two, hello], [two, two, hello], [1, two, hello], [hello, two]):
+            assert tokenizer.decode(ids) == library.decode(ids)
+        assert tokenizer.decode([two, hello]) == " hello"
+
     def test_a_space_of_a_byte_token(self, tmp_path: Path) -> None:
         tokenizer = opened(tmp_path, llama())
         space = 3 + 0x20
@@ -432,7 +440,9 @@ class TestAddedTokens:
             str(size + 1): {"content": "<think>", "special": False, "normalized": False},
             "2": {"content": "</s>", "special": True, "rstrip": True, "normalized": False},
         }
-        tokenizer = opened(tmp_path, llama(), tokenizer_config={"added_tokens_decoder": listed})
+        # Being named as well takes no flag away.
+        config = {"added_tokens_decoder": listed, "eos_token": "</s>"}
+        tokenizer = opened(tmp_path, llama(), tokenizer_config=config)
         ids = tokenizer.encode("</s>  <think><call>", add_special=False, parse_special=True)
         assert texts(tokenizer, ids) == ["</s>", "<think>", "<call>"]
         assert tokenizer.decode(ids) == "<think>"

@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Library
 
 from shardline.cluster import TokenizerError
 from shardline.cluster.text.charsmap import Charsmap, DamagedCharsmapError
 from shardline.cluster.text.detokenizer import Detokenizer
 from shardline.cluster.text.folder_marks import FolderMarks
+from shardline.cluster.text.literal_tokens import Literal, LiteralTokens
 from shardline.cluster.text.normalization import SentencePieceNormalizer
 from shardline.cluster.text.sentencepiece_tokenizer import sentencepiece_tokenizer
 from shardline.cluster.text.tokenizer import Tokenizer
@@ -201,6 +204,37 @@ class TestAddedTokens:
             opened(tmp_path, llama_bytes(), tokenizer_config={"added_tokens_decoder": listed})
         assert problem in str(caught.value)
         assert str(tmp_path / "tokenizer_config.json") in str(caught.value)
+
+
+LITERALS = [
+    Literal("<a>", 1, special=True),
+    Literal("<a>>", 2, special=True, lstrip=True),
+    Literal("<b>", 3, special=True, rstrip=True),
+    Literal("c", 4, special=True, single_word=True),
+    Literal("<d>", 5, special=True, lstrip=True, rstrip=True, single_word=True),
+]
+
+
+class TestLiterals:
+    @given(
+        text=st.lists(st.sampled_from([*" \n\u3000\x1cac_1>\xe9.", "<a>", "<a>>", "<b>", "<d>"]), max_size=14).map(
+            "".join
+        )
+    )
+    def test_are_found_as_the_tokenizers_library_finds_them(self, text: str) -> None:
+        library = Library(models.WordLevel({"?": 0}, unk_token="?"))
+        for literal in LITERALS:
+            flags = {"lstrip": literal.lstrip, "rstrip": literal.rstrip, "single_word": literal.single_word}
+            library.add_special_tokens([AddedToken(literal.name, normalized=False, **flags)])
+        found = [token_id or 0 for _, token_id in LiteralTokens(LITERALS).cut(text)]
+        assert found == library.encode(text).ids
+
+    def test_nothing_is_taken_twice(self) -> None:
+        """The first takes the spaces with which the second begins."""
+        literals = [Literal("<b>", 1, special=True, rstrip=True), Literal(" x", 2, special=True)]
+        assert list(LiteralTokens(literals).cut("a<b>  x x")) == [("a", None), ("<b>", 1), ("x", None), (" x", 2)]
+        assert list(LiteralTokens([]).cut("a")) == [("a", None)]
+        assert list(LiteralTokens(literals).cut("")) == []
 
 
 def double_array(rules: Mapping[str, str]) -> bytes:
@@ -389,23 +423,24 @@ class TestUnigram:
         assert "".join(names[i] if i >= 0 else chr(-i) for i in ids) == text
         assert sum(table[names[i]][1] if i >= 0 else unknown for i in ids) == max(ways(text))
 
-    def test_sums_are_rounded_to_32_bits(self) -> None:
+    @pytest.mark.parametrize("seed", range(20))
+    def test_sums_are_rounded_to_32_bits(self, seed: int) -> None:
         """Two ways that differ less than that are equal, and then the one whose last piece begins first is taken."""
-        third, fourth = (float(np.float32(x)) for x in (-10.1, -10.2))
-        encode = UnigramModel({"a": (0, third), "aa": (1, fourth)}, {}, lambda character: []).encode
+        draw = random.Random(seed)
+        one, two = (np.float32(draw.uniform(-12, -8)) for _ in range(2))
+        encode = UnigramModel({"a": (0, float(one)), "aa": (1, float(two))}, {}, lambda character: []).encode
         for count in range(3, 40, 2):
-            sums: list[tuple[np.float32, int]] = [(np.float32(0.0), 0)]
+            # (score, size of the last piece) of the best way to each place.
+            ways: list[tuple[np.float32, int]] = [(np.float32(0.0), 0)]
             for end in range(1, count + 1):
-                # (score, size of the last piece): longer ones begin earlier and are met first.
-                two = [(np.float32(sums[end - 2][0] + np.float32(fourth)), 2)] if end > 1 else []
-                one = (np.float32(sums[end - 1][0] + np.float32(third)), 1)
-                sums.append(max([*two, one], key=lambda pair: pair[0]))
-            expected: list[int] = []
+                longer = [(ways[end - 2][0] + two, 2)] if end > 1 else []
+                ways.append(max([*longer, (ways[end - 1][0] + one, 1)], key=lambda way: way[0]))
+            sizes: list[int] = []
             at = count
             while at:
-                expected.append(sums[at][1] - 1)
-                at -= sums[at][1]
-            assert encode("a" * count) == expected[::-1]
+                sizes.append(ways[at][1])
+                at -= sizes[-1]
+            assert encode("a" * count) == [size - 1 for size in reversed(sizes)]
 
 
 class TestDamage:
