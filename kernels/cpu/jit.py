@@ -28,10 +28,10 @@ from numba.core import caching
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 
+from shardline.kernels.cpu import sources
 from shardline.kernels.errors import UnsupportedProcessorError
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
-_FOLDER = Path(__file__).resolve().parent
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -89,7 +89,7 @@ def cache_folder() -> Path:
         else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardline"
     )
     # One folder an installation, so that two checkouts do not throw out each other's entries.
-    return base / "jit" / hashlib.sha256(str(_FOLDER).encode()).hexdigest()[:16]
+    return base / "jit" / hashlib.sha256(str(sources.FOLDER).encode()).hexdigest()[:16]
 
 
 @cache
@@ -116,10 +116,7 @@ def check_processor(machine: str, features: frozenset[str]) -> None:
 def stamp() -> str:
     """A hash of this folder's sources, of what they are compiled with, and of the processor they are compiled for."""
     target = cpu_target.target_context.codegen().magic_tuple()
-    digest = hashlib.sha256(repr((numba.__version__, target)).encode())
-    for path in sorted(_FOLDER.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return hashlib.sha256(repr((numba.__version__, target, sources.at_import())).encode()).hexdigest()
 
 
 class _Locator(caching._CacheLocator):
@@ -153,6 +150,8 @@ class _Cache(caching.Cache):
     _impl_class = _CacheImpl
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        if sources.changed():
+            return None
         try:
             return super().load_overload(sig, target_context)
         except Exception:
@@ -160,6 +159,8 @@ class _Cache(caching.Cache):
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
+        if sources.changed():
+            return
         try:
             self.flush()
             super().save_overload(sig, data)

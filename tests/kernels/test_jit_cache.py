@@ -29,13 +29,22 @@ print(sorted({entry._compiled.cache_hits for entry in used}))
 """
 
 
-def start(cache: Path, package_root: Path | None = None) -> str:
+def start(cache: Path, package_root: Path | None = None, script: str = SCRIPT) -> str:
     environment = {**os.environ, "SHARDLINE_CACHE": str(cache)}
     if package_root is not None:
         environment["PYTHONPATH"] = str(package_root)
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def package_copy(folder: Path) -> Path:
+    """A folder to import a copy of the kernels from."""
+    root = folder / "root"
+    source = Path(shardline.__file__).parent
+    shutil.copytree(source, root / "shardline", ignore=shutil.ignore_patterns("__pycache__", "cluster", "stage"))
+    (root / "shardline" / "__init__.py").write_text("")
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +80,36 @@ def test_a_cut_file_is_compiled_again_and_mended(cache: Path, suffix: str) -> No
 
 
 def test_an_edit_of_a_helper_elsewhere_is_not_missed(cache: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    source = Path(shardline.__file__).parent
-    shutil.copytree(source, root / "shardline", ignore=shutil.ignore_patterns("__pycache__", "cluster", "stage"))
-    (root / "shardline" / "__init__.py").write_text("")
+    root = package_copy(tmp_path)
     assert start(cache, root) == "[0]"
     assert start(cache, root) == "[1]"
     helper = root / "shardline" / "kernels" / "cpu" / "intrinsics.py"
     helper.write_text(helper.read_text() + "\n# An edit.\n")
     assert start(cache, root) == "[0]"
     assert start(cache) == "[1]", "the other installation's entries are still there"
+
+
+def test_an_edit_while_a_process_starts_mixes_no_code(cache: Path, tmp_path: Path) -> None:
+    """A process that has read some old and some new sources neither uses old entries nor leaves any under the new."""
+    root = package_copy(tmp_path)
+    linear = root / "shardline" / "kernels" / "cpu" / "linear.py"
+    old, new = "x[index, k] if found", "-x[index, k] if found"
+    assert linear.read_text().count(old) == 1
+    edit = f"""
+import pathlib
+edited = pathlib.Path({str(linear)!r})
+edited.write_text(edited.read_text().replace({old!r}, {new!r}))
+"""
+    imports = "from shardline.kernels.cpu import executor, linear\n"
+    assert SCRIPT.count(imports) == 1
+    negated = SCRIPT.replace("[[9, 10, 11], [3, 4, 5]]", "[[-9, -10, -11], [-3, -4, -5]]")
+
+    assert start(cache, root) == "[0]"
+    assert start(cache, root, negated.replace(imports, edit + imports)) == "[0]", "old code for a new source"
+    linear.write_text(linear.read_text().replace(new, old))
+    assert start(cache, root) == "[1]", "code of both was kept"
+    assert start(cache, root, SCRIPT.replace(imports, imports + edit)) == "[0]"
+    assert start(cache, root, negated) == "[0]", "old code was kept for the new sources"
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
