@@ -193,13 +193,13 @@ class StageBundles:
         this = ray.get_runtime_context().get_node_id()
         return tuple(sorted(nodes, key=lambda bundle: (nodes[bundle] != this, nodes[bundle], bundle)))
 
-    def strategy(self, stage: int) -> PlacementGroupSchedulingStrategy:
-        """How to schedule a stage's actor into its bundle."""
-        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self._order[stage])
+    def strategy(self, place: int) -> PlacementGroupSchedulingStrategy:
+        """How to schedule an actor into the bundle of the `place`-th placement."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self._order[place])
 
-    def resources(self, stage: int) -> Mapping[str, float]:
-        """What a stage's bundle holds."""
-        return self._resources[self._order[stage]]
+    def resources(self, place: int) -> Mapping[str, float]:
+        """What that bundle holds."""
+        return self._resources[self._order[place]]
 
     def remove(self) -> None:
         """Give the bundles back."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
@@ -63,42 +63,70 @@ class StageFleet:
         self._specs = specs
         self._loader = loader
         self._identity = identity
-        self._placements = placements
+        self._placements = list(placements)
         self._config = config
         self._max_in_flight = max_in_flight
         self._on_death = on_death
-        self._bundles: StageBundles | None = None
+        self._groups: list[StageBundles] = []
+        # Of each stage: its placement group, and which of that group's bundles it has.
+        self._bundles: list[tuple[StageBundles, int]] = []
+        # Every node that was seen, and at which address.
+        self._addresses: dict[str, str] = {}
+        self._successors: dict[str, str] = {}
         self.processes: list[StageProcess] = []
 
     async def start(self) -> None:
         """Place and load every stage. Raises as `RayPipeline.start` does."""
-        self._bundles = StageBundles(self._placements)
-        await self._bundles.wait(self._config.placement_seconds)
+        self._addresses = {node.node_id: node.address for node in describe_cluster()}
+        bundles = self._new_group(self._placements)
+        self._bundles = [(bundles, place) for place in range(len(self._specs))]
+        await bundles.wait(self._config.placement_seconds)
         self.processes = [self._new_process(index) for index in range(len(self._specs))]
         await all_of(self._load(process) for process in self.processes)
 
     async def replace_lost(self) -> None:
-        """A fresh process, in the same bundle, for each one that was lost. Raises as `RayPipeline.start` does."""
+        """A fresh process for each one that was lost: in the same bundle, or on the node that came back in the place of
+        a node that is gone. Raises as `RayPipeline.start` does."""
         gone = self.lost()
         await asyncio.gather(*(process.end() for process in gone))
-        alive = {node.node_id for node in describe_cluster()}
+        alive = {node.node_id: node.address for node in describe_cluster()}
         for process in gone:
             node_id = self._placements[process.stage].node_id
             if node_id is not None and node_id not in alive:
-                host = process.info.host if process.info else node_id
-                raise StageLostError(process.stage, f"its node {host} is gone from the cluster ({process.lost})")
+                await self._follow(process, node_id, alive)
         fresh = [self._new_process(process.stage) for process in gone]
         for process in fresh:
             self.processes[process.stage] = process
         await all_of(self._load(process) for process in fresh)
+
+    async def _follow(self, process: StageProcess, node_id: str, alive: Mapping[str, str]) -> None:
+        """Place a stage anew whose node is gone: where it has joined again, Ray knows it by another id."""
+        successor = self._successors.get(node_id)
+        if successor not in alive:
+            back = (new for new, address in alive.items() if address == self._addresses.get(node_id))
+            successor = next((new for new in back if new not in self._addresses), None)
+        if successor is None:
+            host = process.info.host if process.info else node_id
+            raise StageLostError(
+                process.stage, f"its node {host} is gone from the cluster, and has not joined again ({process.lost})"
+            )
+        # Two stages of one node follow it together.
+        self._successors[node_id] = successor
+        self._addresses[successor] = alive[successor]
+        placement = replace(self._placements[process.stage], node_id=successor)
+        # The bundle of the old group waits for the old node; the group's others hold stages that are well.
+        bundles = self._new_group([placement])
+        await bundles.wait(self._config.placement_seconds)
+        self._placements[process.stage] = placement
+        self._bundles[process.stage] = (bundles, 0)
 
     async def end(self) -> None:
         """End every process and give the bundles back."""
         if not ray.is_initialized():
             return
         await asyncio.gather(*(process.end() for process in self.processes))
-        if self._bundles is not None:
-            self._bundles.remove()
+        for group in self._groups:
+            group.remove()
 
     def lost(self) -> list[StageProcess]:
         """Those that must be replaced."""
@@ -152,9 +180,12 @@ class StageFleet:
             *(process.call(method, timeout=timeout) for process in self.processes), return_exceptions=True
         )
 
+    def _new_group(self, placements: Sequence[StagePlacement]) -> StageBundles:
+        self._groups.append(StageBundles(placements))
+        return self._groups[-1]
+
     def _new_process(self, index: int) -> StageProcess:
-        assert self._bundles is not None
-        return StageProcess(index, self._bundles, self._died)
+        return StageProcess(index, *self._bundles[index], self._died)
 
     def _died(self, process: StageProcess) -> None:
         if self.processes[process.stage : process.stage + 1] == [process]:

@@ -36,9 +36,9 @@ class StageProcess:
         died: Whether Ray says that the process has ended.
     """
 
-    def __init__(self, stage: int, bundles: StageBundles, on_death: Callable[[StageProcess], None]) -> None:
-        """Create the actor in its bundle; does not wait for it."""
-        resources = dict(bundles.resources(stage))
+    def __init__(self, stage: int, bundles: StageBundles, place: int, on_death: Callable[[StageProcess], None]) -> None:
+        """Create the actor in the `place`-th of the bundles; does not wait for it."""
+        resources = dict(bundles.resources(place))
         self.stage = stage
         self.info: ProcessInfo | None = None
         self.lost: str | None = None
@@ -51,7 +51,7 @@ class StageProcess:
             num_cpus=resources.pop("CPU", 0),
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
-            scheduling_strategy=bundles.strategy(stage),
+            scheduling_strategy=bundles.strategy(place),
         ).remote()
         self._loop = asyncio.get_running_loop()
         sentinel: Future[None] = self._actor.sentinel.remote().future()
