@@ -223,7 +223,8 @@ def point_to(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("SHARDLINE_CACHE", str(folder / "cache"))
+    # Not by SHARDLINE_CACHE: compiled code is kept there too.
+    monkeypatch.setattr(hub, "cache_folder", lambda: folder / "cache")
     monkeypatch.delenv("HF_TOKEN", raising=False)
 
 
@@ -371,7 +372,6 @@ def test_an_interrupted_fetch_keeps_the_files_that_were_whole(server, tmp_path):
         **os.environ,
         "HF_ENDPOINT": server.url,
         "HF_HOME": str(tmp_path / "home"),
-        "SHARDLINE_CACHE": str(tmp_path / "cache"),
     }
     environment.pop("HF_HUB_CACHE", None)
     code = (
