@@ -204,7 +204,8 @@ def _stage(costs: StageCosts, shares: Sequence[Share], index: int, num_blocks: i
         spec=spec,
         device=device,
         weight_bytes=costs.size.of(share.first, share.end, embed=embed, head=head),
-        workspace_bytes=workspace_bytes(costs.model, wanted.max_step_tokens, wanted.max_sequences, head=head),
+        workspace_bytes=workspace_bytes(costs.model, wanted.max_step_tokens, wanted.max_sequences, head=head)
+        + costs.table_bytes(share.first, share.end, num_blocks),
         kv_bytes=num_blocks * costs.block_bytes * layers,
         capacity_blocks=costs.blocks(share.device, share.first, share.end, embed, head) if layers else None,
         step_seconds=costs.seconds(share.device, share.first, share.end, head=head, rows=costs.rows),
@@ -282,6 +283,7 @@ def _context_does_not_fit(costs: StageCosts, outcome: Outcome, context: int) -> 
         rooms.append((costs.blocks(share.device, share.first, share.end, embed, head), share))
     blocks, binding = min(rooms, key=lambda room: room[0])
     needed = costs.context_blocks * costs.block_bytes * (binding.end - binding.first)
+    needed += costs.table_bytes(binding.first, binding.end, costs.context_blocks)
     device = costs.devices[binding.device]
     fixed = costs.fixed_bytes(
         binding.first, binding.end, embed=binding is outcome.shares[0], head=binding is outcome.shares[-1]
@@ -291,7 +293,7 @@ def _context_does_not_fit(costs: StageCosts, outcome: Outcome, context: int) -> 
     fits = f"The longest that fits is --context {blocks * wanted.block_size}." if blocks else "Not one block fits."
     return (
         f"a sequence of {context} tokens does not fit: on {device.name} the keys and values of "
-        f"{binding.end - binding.first} layers take {mib(needed)}, and {mib(room)} of {mib(device.free_bytes)} are "
-        f"left beside the weights. "
+        f"{binding.end - binding.first} layers and the tables of positions take {mib(needed)}, and {mib(room)} of "
+        f"{mib(device.free_bytes)} are left beside the weights. "
         f"{fits}{halve} More memory on {device.name} or one more device helps too"
     )

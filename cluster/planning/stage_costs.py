@@ -13,7 +13,8 @@ _UNLIMITED = 2**62
 
 
 def workspace_bytes(model: ModelSpec, max_step_tokens: int, max_sequences: int, *, head: bool) -> int:
-    """Bytes of a stage's arrays besides weights and pool: the rows of one step, and the logits where it samples."""
+    """Bytes of a stage's arrays besides weights, pool and tables: the rows of one step, and the logits where it
+    samples."""
     heads = model.num_heads + 2 * model.num_kv_heads
     row = 3 * model.hidden_size + (heads + model.num_heads) * model.head_dim + model.intermediate_size
     experts = model.experts
@@ -25,6 +26,15 @@ def workspace_bytes(model: ModelSpec, max_step_tokens: int, max_sequences: int, 
         row += experts.shared_size
     logits = max_sequences * (model.vocab_size + model.hidden_size) if head else 0
     return 4 * (max_step_tokens * row + logits)
+
+
+def table_bytes_per_block(model: ModelSpec, first: int, end: int, wanted: Wanted) -> int:
+    """Bytes of a stage's tables for each block of the longest sequence: cosines and sines of the rotary embeddings that
+    its layers use, and the block's place in each sequence's block table."""
+    if first == end:
+        return 0
+    ropes = {layer.rope for layer in model.layers[first:end] if layer.rope is not None}
+    return 4 * (wanted.block_size * sum(model.ropes[rope].rotary_dim for rope in ropes) + wanted.max_sequences)
 
 
 class StageCosts:
@@ -60,11 +70,21 @@ class StageCosts:
         return self.size.of(first, end, embed=embed, head=head) + work
 
     def blocks(self, device: int, first: int, end: int, embed: bool, head: bool) -> int:
-        """Blocks that fit beside the weights; -1 when these do not fit, and no limit where there is no layer."""
+        """Blocks that fit beside the weights, with what tables they need; -1 when the weights do not fit, and no limit
+        where there is no layer."""
         room = self.devices[device].free_bytes - self.fixed_bytes(first, end, embed=embed, head=head)
         if room < 0:
             return -1
-        return room // (self.block_bytes * (end - first)) if end > first else _UNLIMITED
+        if end == first:
+            return _UNLIMITED
+        pool, tables = self.block_bytes * (end - first), table_bytes_per_block(self.model, first, end, self.wanted)
+        # Tables are as long as the longest sequence: the context, or the whole pool if that is less.
+        blocks = max(room - self.context_blocks * tables, 0) // pool
+        return blocks if blocks >= self.context_blocks else room // (pool + tables)
+
+    def table_bytes(self, first: int, end: int, num_blocks: int) -> int:
+        """Of tables, with a pool of that many blocks."""
+        return min(num_blocks, self.context_blocks) * table_bytes_per_block(self.model, first, end, self.wanted)
 
     def nanoseconds(self, device: int, first: int, end: int, head: bool) -> int:
         """Time of one step of one microbatch."""

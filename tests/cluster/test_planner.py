@@ -69,7 +69,10 @@ def cases(draw: st.DrawFn) -> tuple[ModelSpec, ModelBytes, list[Device], Wanted]
         **SMALL,
     )
     assume(wanted.stages is None or wanted.stages <= min(len(devices), num_layers + 1))
-    return make_model(num_layers), size, devices, wanted
+    ropes = tuple(RopeSpec(base=1e4, rotary_dim=dim, interleaved=False) for dim in (16, 8))
+    rope_of = [draw(st.sampled_from([None, 0, 1])) for _ in range(num_layers)]
+    model = make_model(num_layers, layers=tuple(LayerSpec(rope=rope) for rope in rope_of), ropes=ropes)
+    return model, size, devices, wanted
 
 
 def planned(case: tuple[ModelSpec, ModelBytes, list[Device], Wanted]) -> PipelinePlan | None:
@@ -104,6 +107,11 @@ def test_every_layer_once_and_never_over_memory(case: tuple[ModelSpec, ModelByte
         else:
             weights += size.embed * spec.has_embed + size.head * spec.has_head
         work = workspace_bytes(model, wanted.max_step_tokens, wanted.max_sequences, head=spec.has_head)
+        if spec.num_layers:
+            used = {layer.rope for layer in model.layers[spec.first_layer : spec.end_layer]} - {None}
+            sequence_blocks = min(-(-plan.context // spec.block_size), spec.num_blocks)
+            work += sequence_blocks * 4 * wanted.max_sequences
+            work += sequence_blocks * spec.block_size * 4 * sum(model.ropes[rope].rotary_dim for rope in used)
         assert weights + work + kv <= stage.device.free_bytes
         assert (stage.weight_bytes, stage.workspace_bytes, stage.kv_bytes) == (weights, work, kv)
     pool_tokens = plan.num_blocks * wanted.block_size
@@ -318,8 +326,8 @@ def test_tied_embeddings_cost_on_both_ends() -> None:
 
 def test_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
     model, size = make_model(30), make_size(30)
-    token = 30 * model.kv_bytes_per_token("float16")
-    free = size.total + workspace_bytes(model, 16, 4, head=True) + 500 * token
+    token = 30 * model.kv_bytes_per_token("float16") + 4 * 16  # and what its cosines and sines take
+    free = size.total + workspace_bytes(model, 16, 4, head=True) + 500 * token + 31 * 4 * 4
     device = [Device("cpu", "a", free, 4e9)]
     plan = plan_pipeline(model, size, device, Wanted(**SMALL))
     assert plan.context == 496  # whole blocks of 16
@@ -331,6 +339,22 @@ def test_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
         plan_pipeline(model, size, device, Wanted(context=600, **SMALL))
     with pytest.raises(PlanningError, match=r"--context 240.*--kv-dtype float16"):
         plan_pipeline(model, size, device, Wanted(context=600, kv_dtype="float32", **SMALL))
+
+
+def test_the_last_block_of_a_context_has_its_tables_too() -> None:
+    """A byte less than keys, values, and tables of positions need, and the context is a block shorter."""
+    model, size = make_model(2, context_length=1024), make_size(2)
+    block = 16 * (2 * model.kv_bytes_per_token("float16") + 4 * 16) + 4 * 4
+    fixed = size.total + workspace_bytes(model, 16, 4, head=True)
+    for free, context in [(64 * block, 1024), (64 * block - 1, 1008), (block, 16)]:
+        plan = plan_pipeline(model, size, [Device("cpu", "a", fixed + free, 4e9)], Wanted(concurrency=1, **SMALL))
+        assert plan.context == context
+    with pytest.raises(PlanningError, match="Not one block fits"):
+        plan_pipeline(model, size, [Device("cpu", "a", fixed + block - 1, 4e9)], Wanted(concurrency=1, **SMALL))
+    # Behind the context the pool grows without them.
+    more = 64 * block + 3 * 16 * 2 * model.kv_bytes_per_token("float16")
+    wanted = Wanted(concurrency=1, fill_memory=True, **SMALL)
+    assert plan_pipeline(model, size, [Device("cpu", "a", fixed + more, 4e9)], wanted).num_blocks == 67
 
 
 def test_a_refusal_has_the_numbers() -> None:

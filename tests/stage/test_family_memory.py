@@ -100,6 +100,35 @@ def test_a_steps_buffers_fit_in_what_was_foreseen(name, tiny_model, experts):
     checkpoint.close()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "smollm3", "gpt-oss"])
+def test_tables_take_what_was_foreseen(name, tiny_model, experts):
+    """Of the rotary embeddings that a stage's layers use, as long as the longest sequence, and of blocks."""
+    mixture = experts(**CASES[name]) if CASES.get(name) else None
+    keys = {"gemma3.rope.freq_base": 1e6, "gemma3.attention.sliding_window": 16}  # two rotary embeddings
+    checkpoint = open_checkpoint(tiny_model(name, layers=8, experts=mixture, keys=keys))
+    model, size = checkpoint.spec, model_bytes(checkpoint)
+    wanted = Wanted(context=104, block_size=8, max_sequences=5)
+    costs = StageCosts(model, size, [Device("d", "node", 1 << 30, bytes_per_second=1.0)], wanted, 1)
+    foreseen = {}
+    for first, end in [(0, 1), (3, 4), (0, 8), (8, 8)]:
+        for blocks in (7, 13, 20):
+            share = StageSpec(0, first, end, first == 0, end == 8, blocks, 8, "float16", 16, 5, 104, 1)
+            backend = cpu_backend(1)
+            decoder = Stage(share, checkpoint, backend)._decoder
+            tables = []
+            if first < end:
+                tables = [array for rope in decoder._ropes.values() for array in (rope.cos, rope.sin)]
+                tables.append(decoder._rows.block_tables)
+            foreseen[first, end] = costs.table_bytes(first, end, blocks)
+            assert sum(array.nbytes for array in tables) == foreseen[first, end]
+            backend.close()
+    checkpoint.close()
+    turns, blocks = 4 * 104 * 16, 4 * 5 * 13
+    assert foreseen[0, 1] == turns + blocks
+    assert foreseen[3, 4] == (0 if name == "smollm3" else turns) + blocks
+    assert foreseen[0, 8] == (2 if name == "gemma3" else 1) * turns + blocks
+
+
 def test_a_step_reads_only_the_experts_that_are_chosen(tiny_model, experts):
     """Of 8 experts and 2 a token a single row reads a quarter, and many rows read them all; every row pays for two."""
     checkpoint = open_checkpoint(tiny_model("qwen3moe", experts=experts(count=8, used=2), **SIZES))
