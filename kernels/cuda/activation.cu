@@ -10,56 +10,6 @@
 // Layouts of `out` and `sums`: see linear.cu. K is a multiple of 4, not of 64: the rest of the last block is zero.
 // Define: THREADS 256 or 1024.
 
-constexpr float LARGEST = 3.4028235e38f;
-
-struct Reduced {
-    float sum, largest;
-};
-
-DEVICE Reduced block_reduce(Reduced v, Reduced* scratch) {
-    UNROLL for (int d = 16; d > 0; d >>= 1) {
-        v.sum = __fadd_rn(v.sum, __shfl_xor_sync(~0u, v.sum, d));
-        v.largest = fmaxf(v.largest, __shfl_xor_sync(~0u, v.largest, d));
-    }
-    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
-    __syncthreads();
-    v = scratch[threadIdx.x & (THREADS / 32 - 1)];
-    UNROLL for (int d = THREADS / 64; d > 0; d >>= 1) {
-        v.sum = __fadd_rn(v.sum, __shfl_xor_sync(~0u, v.sum, d));
-        v.largest = fmaxf(v.largest, __shfl_xor_sync(~0u, v.largest, d));
-    }
-    return v;
-}
-
-struct Scale {
-    float up, down;
-};
-
-// The power of two for a row, up and down. A largest magnitude that is not finite leaves the row as it is.
-DEVICE Scale scale_of(float largest) {
-    int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
-    exponent = !(largest <= LARGEST) || largest == 0.f ? 0 : min(max(exponent, -112), 112);
-    return {__uint_as_float((u32)(127 + exponent) << 23), __uint_as_float((u32)(127 - exponent) << 23)};
-}
-
-// Channels 4i..4i+3 of row m, scaled down, and the sum of each 32 channels. All lanes of a warp call it together, with `there` where
-// there is such an i: i ascends by lane, from a multiple of 32.
-DEVICE void emit(u32* out, float* sums, int m, int KB, int i, bool there, float4 v, float down) {
-    const int tile = m >> 3, column = m & 7, block = i >> 4;
-    float sum = 0.f;
-    if (there) {
-        const u32 low = floats_to_half2(__fmul_rn(v.x, down), __fmul_rn(v.y, down));
-        const u32 high = floats_to_half2(__fmul_rn(v.z, down), __fmul_rn(v.w, down));
-        const size_t at = (((size_t)tile * KB + block) * 64 + ((i & 15) >> 1) * 8 + column) * 4 + (i & 1) * 2;
-        *(uint2*)(out + at) = make_uint2(low, high);
-        sum = __fadd_rn(half_to_float((u16)(low & 0xffff)), half_to_float((u16)(low >> 16)));
-        sum = __fadd_rn(sum, half_to_float((u16)(high & 0xffff)));
-        sum = __fadd_rn(sum, half_to_float((u16)(high >> 16)));
-    }
-    UNROLL for (int d = 1; d < 8; d <<= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
-    if (there && (threadIdx.x & 7) == 0) sums[(((size_t)tile * KB + block) * 2 + ((i >> 3) & 1)) * 8 + column] = sum;
-}
-
 template <bool NORM>
 DEVICE void prepare(const float* x, const float* weight, float eps, u32* out, float* scales, float* sums, int K, int KB, int unit) {
     extern __shared__ float4 row[];

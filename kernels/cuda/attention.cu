@@ -17,7 +17,12 @@
 //
 // qkv [rows, (Hq + 2 Hkv) * HEAD_DIM] float32, queries turned already. Cache [blocks][Hkv][block size][HEAD_DIM] half.
 // tiles int32 [tiles][2]: first row, number of rows (0: none). Block size a power of two from 8; G <= 16.
-// Define: HEAD_DIM, a multiple of 16 up to 256.
+// Define: HEAD_DIM, a multiple of 16 up to 256; and each 0 or 1, 0 if there is none:
+//   WINDOW   a row sees its last `window` positions, its own included. Splits are absolute as before: a tile walks those from its first row's
+//            first position on, and neither reads the table nor the cache before that. A masked position counts exactly nothing, so where
+//            the walk starts changes no bit.
+//   SOFTCAP  a score s becomes cap * tanh(s / cap); scale_log2e is 2 log2(e) times the scale over the cap.
+//   SINKS    a head's sink is merged before its first split, as a split of sum 1 and values 0.
 
 constexpr int KV_TILE = 64, SPLIT_TILES = 4, THREADS = 128;
 constexpr int ROW_BYTES = HEAD_DIM * 2 + 16;  // the odd 16 bytes spread a column over the banks
@@ -29,11 +34,54 @@ constexpr int OWN_COLUMNS = (COLUMN_TILES + 3) / 4;
 constexpr int BLOCKS = HEAD_DIM <= 64 ? 4 : HEAD_DIM <= 128 ? 3 : 2;  // that a multiprocessor should hold
 constexpr float FAR = -1e30f;
 
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef SINKS
+#define SINKS 0
+#endif
+#if WINDOW
+#define WINDOW_PARAMETER , int window
+#define WINDOW_ARGUMENT , window
+#else
+#define WINDOW_PARAMETER
+#define WINDOW_ARGUMENT
+#endif
+#if SOFTCAP
+#define CAP_PARAMETER , float cap_log2e
+#define CAP_ARGUMENT , cap_log2e
+#else
+#define CAP_PARAMETER
+#define CAP_ARGUMENT
+#endif
+#if SINKS
+#define SINKS_PARAMETER , const float *sinks
+#define SINKS_ARGUMENT , sinks
+#else
+#define SINKS_PARAMETER
+#define SINKS_ARGUMENT
+#endif
+
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+#if SOFTCAP
+// With tanh(x) = 1 - 2 / (1 + exp(2 x)): as close as float32 to the cap, which is what counts beside other scores.
+DEVICE float capped(float s, float scale_log2e, float cap_log2e) {
+    const float e = exp2_fast(__fmul_rn(s, scale_log2e));
+    return __fmul_rn(cap_log2e, __fsub_rn(1.f, __fdiv_rn(2.f, __fadd_rn(1.f, e))));
+}
+#endif
+
+#if SINKS
+DEVICE float sink_log2e(const float* sinks, int head) { return __fmul_rn(sinks[head], 1.4426950408889634f); }
+#endif
 
 // Tile starts: the first row, a new sequence, and every position divisible by `most`: a row knows by itself whether it starts one.
 extern "C" __global__ void __launch_bounds__(1024)
@@ -65,6 +113,15 @@ extern "C" __global__ void __launch_bounds__(1024)
         __syncthreads();
     }
     for (int t = base + threadIdx.x; t < max_tiles; t += 1024) tiles[t * 2 + 1] = 0;
+}
+
+DEVICE float weight_of(float s, float highest) {
+#if WINDOW
+    // Before its window a row has seen nothing, and nothing stands out.
+    return s == FAR ? 0.f : exp2_fast(s - highest);
+#else
+    return exp2_fast(s - highest);
+#endif
 }
 
 struct Merged {
@@ -114,7 +171,8 @@ DEVICE void store_head(const Result& result, int row, int channels, int head, co
 template <bool WHOLE>
 DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const int* tiles, const int* positions,
                    const int* sequences, const int* block_tables, float* partial, u32* arrived, const Result& result,
-                   int table_width, int block_shift, int G, int kv_heads, int max_splits, float scale_log2e) {
+                   int table_width, int block_shift, int G, int kv_heads, int max_splits, float scale_log2e WINDOW_PARAMETER CAP_PARAMETER
+                       SINKS_PARAMETER) {
     extern __shared__ __align__(16) u8 shared[];  // STAGES x (keys, values)
     __shared__ u32 probabilities[16 * 36];
     __shared__ float maxima[4 * 16];
@@ -125,8 +183,15 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
     if (count == 0) return;
     const int length = positions[first_row + count - 1] + 1;
     const int splits = (length + KV_TILE * SPLIT_TILES - 1) / (KV_TILE * SPLIT_TILES);
+#if WINDOW
+    const int begin = max(positions[first_row] - window + 1, 0), begin_split = begin / (KV_TILE * SPLIT_TILES);
+    if (!WHOLE && begin_split + blockIdx.x >= splits) return;
+    const bool alone = WHOLE || splits - begin_split == 1;
+#else
+    constexpr int begin_split = 0;
     if (!WHOLE && blockIdx.x >= splits) return;  // and is not waited for
     const bool alone = WHOLE || splits == 1;
+#endif
     const int* table = block_tables + (size_t)sequences[first_row] * table_width;
     const int block_mask = (1 << block_shift) - 1;
 
@@ -135,7 +200,11 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
         constexpr int CHUNKS = HEAD_DIM / 8;
         for (int id = threadIdx.x; id < KV_TILE * CHUNKS; id += THREADS) {
             const int r = id / CHUNKS, c = id % CHUNKS, p = tile * KV_TILE + r;
+#if WINDOW
+            const bool there = p >= begin && p < length;
+#else
             const bool there = p < length;
+#endif
             const size_t block = there ? table[p >> block_shift] : 0;
             const size_t at = (((block * kv_heads + head) << block_shift) + (p & block_mask)) * HEAD_DIM + c * 8;
             copy_async_16(to + r * ROW_BYTES + c * 16, keys + (there ? at : 0), there ? 16 : 0);
@@ -143,7 +212,7 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
         }
         copy_commit();
     };
-    const int first_split = WHOLE ? 0 : blockIdx.x;
+    const int first_split = WHOLE ? begin_split : begin_split + blockIdx.x;
     load(0, first_split * SPLIT_TILES);
     // The 16 rows of the tile: row i is token i / G, head i % G. A lane holds rows lane / 4 and + 8.
     const int width = (G + 2) * kv_heads * HEAD_DIM;
@@ -163,8 +232,13 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
 
     Merged merged;
     UNROLL for (int h = 0; h < 2; h++) {
+#if SINKS
+        merged.m[h] = sink_log2e(sinks, head * G + (group_row + h * 8) % G);
+        merged.l[h] = 1.f;
+#else
         merged.m[h] = FAR;
         merged.l[h] = 0.f;
+#endif
     }
     UNROLL for (int n = 0; n < OWN_COLUMNS; n++) UNROLL for (int e = 0; e < 4; e++) merged.f[n][e] = 0.f;
 
@@ -199,7 +273,16 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
             float highest[2] = {FAR, FAR};
             UNROLL for (int n = 0; n < 2; n++) UNROLL for (int e = 0; e < 4; e++) {
                 const int p = (tile0 + t) * KV_TILE + warp * 16 + n * 8 + (lane & 3) * 2 + (e & 1);
-                s[n][e] = p <= own_position[e >> 1] ? __fmul_rn(s[n][e], scale_log2e) : FAR;
+#if WINDOW
+                const bool seen = p <= own_position[e >> 1] && p > own_position[e >> 1] - window;
+#else
+                const bool seen = p <= own_position[e >> 1];
+#endif
+#if SOFTCAP
+                s[n][e] = seen ? capped(s[n][e], scale_log2e, cap_log2e) : FAR;
+#else
+                s[n][e] = seen ? __fmul_rn(s[n][e], scale_log2e) : FAR;
+#endif
                 highest[e >> 1] = fmaxf(highest[e >> 1], s[n][e]);
             }
             UNROLL for (int h = 0; h < 2; h++) {
@@ -217,8 +300,8 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
             }
             UNROLL for (int n = 0; n < 2; n++) {
                 const int column = warp * 8 + n * 4 + (lane & 3);
-                probabilities[group_row * 36 + column] = floats_to_half2(exp2_fast(s[n][0] - m[0]), exp2_fast(s[n][1] - m[0]));
-                probabilities[(group_row + 8) * 36 + column] = floats_to_half2(exp2_fast(s[n][2] - m[1]), exp2_fast(s[n][3] - m[1]));
+                probabilities[group_row * 36 + column] = floats_to_half2(weight_of(s[n][0], m[0]), weight_of(s[n][1], m[0]));
+                probabilities[(group_row + 8) * 36 + column] = floats_to_half2(weight_of(s[n][2], m[1]), weight_of(s[n][3], m[1]));
             }
             __syncthreads();
             UNROLL for (int e = 0; e < 4; e++) sum[e] = __fmul_rn(sum[e], shrink[e >> 1]);
@@ -284,7 +367,7 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
     __syncthreads();
     if (threadIdx.x == 0) {
         u32* counter = arrived + blockIdx.z * kv_heads + head;
-        last = atomicAdd(counter, 1u) == (u32)min(splits, (int)gridDim.x) - 1;
+        last = atomicAdd(counter, 1u) == (u32)min(splits - begin_split, (int)gridDim.x) - 1;
         if (last) *counter = 0;  // for the next launch
     }
     __syncthreads();
@@ -293,9 +376,13 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
     for (int i = warp; i < count * G; i += 4) {
         const int row = first_row + i / G, used = positions[row] / (KV_TILE * SPLIT_TILES) + 1;
         const size_t at = ((size_t)row * kv_heads + head) * G + i % G;
-        const float* from = partial + at * max_splits * (HEAD_DIM + 2);
+        const float* from = partial + (at * max_splits + begin_split) * (HEAD_DIM + 2);
+#if SINKS
+        float M = sink_log2e(sinks, head * G + i % G), L = 1.f, F[(HEAD_DIM + 31) / 32] = {};
+#else
         float M = FAR, L = 0.f, F[(HEAD_DIM + 31) / 32] = {};
-        for (int s = 0; s < used; s++, from += HEAD_DIM + 2) {
+#endif
+        for (int s = begin_split; s < used; s++, from += HEAD_DIM + 2) {
             float keep, add;
             merge(M, L, __ldcg(from + HEAD_DIM), __ldcg(from + HEAD_DIM + 1), keep, add);
             UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) {
@@ -313,9 +400,10 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
         name(const float* qkv, const u16* keys, const u16* values, const int* tiles, const int* positions,               \
              const int* sequences, const int* block_tables, float* partial, u32* arrived, float* rows, u32* fragments,   \
              float* sums, int KB, int table_width, int block_shift, int G, int kv_heads, int max_splits,                 \
-             float scale_log2e) {                                                                                        \
+             float scale_log2e WINDOW_PARAMETER CAP_PARAMETER SINKS_PARAMETER) {                                         \
         attend<WHOLE>(qkv, keys, values, tiles, positions, sequences, block_tables, partial, arrived,                    \
-                      {rows, fragments, sums, KB}, table_width, block_shift, G, kv_heads, max_splits, scale_log2e);      \
+                      {rows, fragments, sums, KB}, table_width, block_shift, G, kv_heads, max_splits,                    \
+                      scale_log2e WINDOW_ARGUMENT CAP_ARGUMENT SINKS_ARGUMENT);                                          \
     }
 ATTEND(attend_rows, true)
 ATTEND(attend_splits, false)

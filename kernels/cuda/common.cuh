@@ -150,6 +150,9 @@ DEVICE void copy_async_16(u32 to, const void* from, int bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
 
+// 4 bytes.
+DEVICE void copy_async_4(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from)); }
+
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;"); }
 
 template <int N>

@@ -14,6 +14,15 @@ from shardline.kernels.cuda.errors import KernelCompileError
 
 HERE = Path(__file__).parent
 # -fmad=false: a fused multiply-add happens only where a kernel writes it, or the compiler would choose bits for us.
+BUILDS_ON = {
+    "linear": ("gate.cuh", "groups.cuh", "tiles.cuh"),
+    "experts": ("gate.cuh", "groups.cuh", "tiles.cuh"),
+    "activation": ("prepare.cuh",),
+    "norms": ("prepare.cuh",),
+    "reorder": ("prepare.cuh",),
+    "pointwise": ("gate.cuh",),
+}
+"""Besides common.cuh, by kernel file."""
 OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "--ptxas-options=-v")
 
 
@@ -48,9 +57,10 @@ class Compiled:
 
 
 def source_text(name: str, defines: Mapping[str, int]) -> str:
-    """The whole text that is compiled: the defines, the prelude, the kernel file. Nothing else is included."""
+    """The whole text that is compiled: the defines, what the kernel file builds on, that file. Nothing is included."""
     lines = [f"#define {key} {value}" for key, value in sorted(defines.items())]
-    return "\n".join([*lines, (HERE / "common.cuh").read_text(), (HERE / f"{name}.cu").read_text()])
+    files = ["common.cuh", *BUILDS_ON.get(name, ()), f"{name}.cu"]
+    return "\n".join([*lines, *((HERE / file).read_text() for file in files)])
 
 
 def compile_kernels(name: str, defines: Mapping[str, int], arch: int, cache: Path | None) -> Compiled:

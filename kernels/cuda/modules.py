@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import driver
 
-from shardline.kernels.cuda.compile import compile_kernels
+from shardline.kernels.cuda.compile import Compiled, compile_kernels
 from shardline.kernels.cuda.errors import LaunchError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_Source = tuple[str, tuple[tuple[str, int], ...]]
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -84,28 +87,51 @@ class Launcher:
 
 
 class Modules:
-    """Compiles on first use. Not thread-safe: one backend owns it."""
+    """Compiles in threads what is known to be needed, and the rest at first use. One backend, one thread owns it."""
 
     def __init__(self, arch: int, cache: Path | None) -> None:
         self.arch = arch
         self._cache = cache
-        self._modules: dict[tuple[str, tuple[tuple[str, int], ...]], Any] = {}
-        self._functions: dict[tuple[str, tuple[tuple[str, int], ...], str], Any] = {}
-        self._shared: dict[tuple[str, tuple[tuple[str, int], ...], str], int] = {}  # the most that each may use
+        self._compilers = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="nvrtc")
+        self._compiled: dict[_Source, Future[Compiled]] = {}
+        self._modules: dict[_Source, Any] = {}
+        self._functions: dict[tuple[_Source, str], Any] = {}
+        self._shared: dict[tuple[_Source, str], int] = {}  # the most that each may use
+
+    def start(self, file: str, **defines: int) -> None:
+        """Begin to compile <file>.cu with those defines; NVRTC works beside Python. A fault is raised at first use."""
+        source = (file, tuple(sorted(defines.items())))
+        if source not in self._modules:
+            self._compile(source)
 
     def function(self, file: str, kernel: str, shared_bytes: int, defines: Mapping[str, int]) -> Any:
-        """The kernel of that name from <file>.cu with those defines; may use up to `shared_bytes` of dynamic memory."""
-        settings = tuple(sorted(defines.items()))
-        key = (file, settings, kernel)
-        function = self._functions.get(key)
+        """The kernel of that name from <file>.cu with those defines; may use up to `shared_bytes` of dynamic memory.
+
+        Raises KernelCompileError.
+        """
+        source = (file, tuple(sorted(defines.items())))
+        function = self._functions.get((source, kernel))
         if function is None:
-            module = self._modules.get((file, settings))
+            module = self._modules.get(source)
             if module is None:
                 module = cupy.cuda.function.Module()
-                module.load(compile_kernels(file, defines, self.arch, self._cache).cubin)
-                self._modules[file, settings] = module
-            function = self._functions[key] = module.get_function(kernel)
-        if shared_bytes > self._shared.get(key, 0):
+                module.load(self._compile(source).result().cubin)
+                self._modules[source] = module
+                del self._compiled[source]
+            function = self._functions[source, kernel] = module.get_function(kernel)
+        if shared_bytes > self._shared.get((source, kernel), 0):
             driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
-            self._shared[key] = shared_bytes
+            self._shared[source, kernel] = shared_bytes
         return function
+
+    def close(self) -> None:
+        """Give up what was started and not used. Idempotent."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, source: _Source) -> Future[Compiled]:
+        compiled = self._compiled.get(source)
+        if compiled is None:
+            file, defines = source
+            compiled = self._compilers.submit(compile_kernels, file, dict(defines), self.arch, self._cache)
+            self._compiled[source] = compiled
+        return compiled

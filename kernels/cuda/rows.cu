@@ -1,7 +1,8 @@
 // Rows moved as they are: the embedding's rows out of the resident integers, and rows gathered by index.
 
-// out[r, :] = weight[token_ids[r], :]. The matrix lies as linear.cu's header says (A fragments). grid (rows), 256 threads.
-// Defines: BITS, GROUP, HAS_MIN, SCALE_F32.
+// out[r, :] = weight[token_ids[r], :], rounded, times `factor` where SCALED. The matrix lies as linear.cu's header says (A fragments), its
+// column j being channel order[j] where ORDERED. grid (rows), 256 threads.
+// Defines: BITS, GROUP, HAS_MIN, SCALE_F32; SCALED and ORDERED 0 or 1, 0 if there are none.
 #if SCALE_F32
 typedef float Scale;
 DEVICE float scale_value(Scale s) { return s; }
@@ -11,7 +12,14 @@ DEVICE float scale_value(Scale s) { return half_to_float(s); }
 #endif
 
 extern "C" __global__ void __launch_bounds__(256)
-    embedding(const int* token_ids, const u32* w, const Scale* scale, const Scale* minimum, float* out, int K, int KB) {
+    embedding(const int* token_ids, const u32* w, const Scale* scale, const Scale* minimum, float* out, int K, int KB
+#if SCALED
+              , float factor
+#endif
+#if ORDERED
+              , const int* order
+#endif
+    ) {
     let_next_start();
     after_previous();
     const int n = token_ids[blockIdx.x], tile = n >> 4, half = (n >> 3) & 1, r = n & 7;
@@ -31,7 +39,16 @@ extern "C" __global__ void __launch_bounds__(256)
 #else
         const float weight = __fmul_rn(scale_value(scale[at]), (float)((int)q - (BITS == 4 ? 8 : 128)));
 #endif
-        out[(size_t)blockIdx.x * K + k] = weight;
+#if SCALED
+        const float value = __fmul_rn(factor, weight);
+#else
+        const float value = weight;
+#endif
+#if ORDERED
+        out[(size_t)blockIdx.x * K + order[k]] = value;
+#else
+        out[(size_t)blockIdx.x * K + k] = value;
+#endif
     }
 }
 

@@ -77,13 +77,15 @@ WHOLE = (
 """For more tokens: slices over blocks, or all slices in one block. `num_tiles` says how many of them there are."""
 
 
-def num_tiles(bits: int, group_size: int, arch: int) -> int:
+def num_tiles(bits: int, group_size: int, has_minimum: bool, arch: int) -> int:
     """How many of SPLIT and WHOLE exist.
 
-    Scales of groups of 16 leave no registers for 64 tokens, nor do 8 bits in groups of 32 on Blackwell. Cards other
-    than Hopper have no memory for the widest.
+    Scales of groups of 16 leave no registers for 64 tokens, nor do 8 bits in groups of 32 on Blackwell, nor 4 bits in
+    groups of 32 without minimums before Hopper. Cards other than Hopper have no memory for the widest.
     """
     if group_size == 16 or (bits == 8 and group_size == 32 and arch >= 100):
+        return 2
+    if bits == 4 and group_size == 32 and not has_minimum and arch < 90:
         return 2
     return 4 if arch == 90 and bits == 4 else 3
 
@@ -118,6 +120,11 @@ def attention_shared_bytes(head_dim: int) -> int:
     return tiles_in_flight * 2 * 64 * (head_dim * 2 + 16)
 
 
+def splits_of_window(window: int) -> int:
+    """Splits that a tile of up to 16 rows can see."""
+    return (window + 13) // ATTENTION_SPLIT + 2
+
+
 def slices(blocks: int) -> int:
     """How many K slices a matrix of that many blocks is summed in. Part of the bit contract."""
     if blocks < 8:
@@ -139,7 +146,16 @@ class LinearLaunch:
 
 
 def linear_launch(
-    tokens: int, channels: int, blocks: int, bits: int, group_size: int, arch: int, processors: int, *, gated: bool
+    tokens: int,
+    channels: int,
+    blocks: int,
+    bits: int,
+    group_size: int,
+    has_minimum: bool,
+    arch: int,
+    processors: int,
+    *,
+    gated: bool,
 ) -> LinearLaunch:
     """The variant for a product: a matter of speed alone, measured on an H200.
 
@@ -155,7 +171,7 @@ def linear_launch(
             variant = variants[-2]
         return LinearLaunch(variant, (-(-channels // variant.channels), 1, 1))
     best: tuple[float, LinearLaunch] | None = None
-    for place in range(num_tiles(bits, group_size, arch)):
+    for place in range(num_tiles(bits, group_size, has_minimum, arch)):
         whole, cost = WHOLE[place], TILE_COSTS[place]
         if any(tokens <= other.tokens < whole.tokens for other in WHOLE):
             continue
@@ -170,6 +186,85 @@ def linear_launch(
                 best = time, LinearLaunch(SPLIT[place] if z > 1 else whole, (x, y, z))
     assert best is not None
     return best[1]
+
+
+EXPERT_FEW = {
+    (8, 1): (LinearVariant("few_8x64_s1", 8, 64, 64),),
+    (8, 4): (LinearVariant("few_8x32_s4", 8, 32, 256), LinearVariant("few_8x64_s4", 8, 64, 256)),
+    (8, 8): (LinearVariant("few_8x32_s8", 8, 32, 256),),
+    (16, 1): (LinearVariant("few_16x64_s1", 16, 64, 64),),
+    (16, 4): (LinearVariant("few_16x64_s4", 16, 64, 256),),
+    (16, 8): (LinearVariant("few_16x32_s8", 16, 32, 256),),
+}
+"""Tiles of experts.cu by (pairs, slices), from few channels to many."""
+
+EXPERT_WHOLE = (
+    LinearVariant("whole_16x128", 16, 128, 128, 4, True),
+    LinearVariant("whole_32x128", 32, 128, 128, 4, True),
+    LinearVariant("whole_64x128_wide", 64, 128, 256, 4, True),
+    LinearVariant("whole_64x128", 64, 128, 128, 4, True),
+)
+"""For more pairs; the last only where there are warpgroups (`num_expert_tiles`)."""
+
+MOST_ALONE = 4
+"""Pairs go without sorting, each in a tile of its own, while experts are at least so many times as many as they."""
+
+
+def num_expert_tiles(group_size: int, arch: int) -> int:
+    """How many of EXPERT_WHOLE exist."""
+    return 4 if arch == 90 and group_size > 16 else 3
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """How a step's pairs of a row and one of its experts are cut into tiles; a function of their number alone.
+
+    Attributes:
+        tile_pairs: The most pairs of one expert that a tile takes.
+        tiles: The most tiles that there can be; the device knows how many there are.
+        sorted: By expert, on the device; else each pair is a tile.
+    """
+
+    tile_pairs: int
+    tiles: int
+    sorted: bool
+
+
+def expert_plan(rows: int, chosen: int, experts: int) -> ExpertPlan:
+    """A matter of speed alone (experts.cu says why)."""
+    pairs = rows * chosen
+    if rows == 1 or pairs * MOST_ALONE <= experts:
+        return ExpertPlan(8, pairs, sorted=False)
+    tile = next((tile for most, tile in ((5, 8), (12, 16), (24, 32)) if pairs <= most * experts), 64)
+    return sorted_plan(tile, pairs, experts)
+
+
+def sorted_plan(tile_pairs: int, pairs: int, experts: int) -> ExpertPlan:
+    """Tiles of up to `tile_pairs` pairs."""
+    # Every expert that has pairs has one tile that may not be full.
+    used = min(pairs, experts)
+    return ExpertPlan(tile_pairs, used + (pairs - used) // tile_pairs, sorted=True)
+
+
+def expert_variant(
+    plan: ExpertPlan, channels: int, blocks: int, group_size: int, arch: int, processors: int
+) -> LinearVariant:
+    """The kernel of experts.cu for a plan: a matter of speed alone. channels counts a gated pair twice."""
+    few = EXPERT_FEW.get((plan.tile_pairs, slices(blocks)))
+    if few is not None and (plan.tile_pairs == 8 or plan.tiles * channels <= MANY_CHANNELS):
+        fitting = [v for v in few if plan.tiles * -(-channels // v.channels) > processors]
+        return fitting[-1] if fitting else few[0]
+    there = EXPERT_WHOLE[: num_expert_tiles(group_size, arch)]
+    return [variant for variant in there if variant.tokens == plan.tile_pairs][-1]
+
+
+ROUTE_FEW_ROWS = 64
+"""Up to so many rows a warp of the router has one expert; beyond, four."""
+
+
+def lane_experts(experts: int) -> int:
+    """Experts that a lane of route.cu compares: what its kernels are compiled for."""
+    return 1 << max(0, (-(-experts // 32) - 1).bit_length())
 
 
 def row_threads(channels: int) -> int:

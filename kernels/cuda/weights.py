@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shardline.kernels.cuda.pack import pack_integers, pack_scales, pad_to
 from shardline.kernels.cuda.tables import BLOCK_K, PADDED_CHANNELS
+from shardline.kernels.errors import UnsupportedOperationError
 from shardline.kernels.matrix import GroupedMatrix
 
 TILE = 16
@@ -20,37 +21,13 @@ CENTRES = {4: 8, 8: 128}
 
 
 @dataclass(frozen=True, slots=True)
-class CudaPart:
-    """One matrix that one launch multiplies by.
-
-    Attributes:
-        bits, group_size, has_minimum, scale_f32: What its kernels are compiled for.
-        integers, scale, minimum: Device arrays.
-        channels: N; a gated pair counts both.
-        first: Column of the output that its first channel goes to.
-        blocks: K in blocks of 64.
-    """
+class Format:
+    """What the kernels of a matrix are compiled for."""
 
     bits: int
     group_size: int
     has_minimum: bool
     scale_f32: bool
-    integers: Any
-    scale: Any
-    minimum: Any
-    channels: int
-    first: int
-    blocks: int
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of 16 channels, padding included."""
-        return pad_to(self.channels, PADDED_CHANNELS) // TILE
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return int(self.integers.nbytes + self.scale.nbytes + self.minimum.nbytes)
 
     @property
     def defines(self) -> dict[str, int]:
@@ -64,8 +41,80 @@ class CudaPart:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix on the host in the layout of linear.cu.
+
+    Attributes:
+        minimum: One element that nobody reads, where the format has none.
+        channels: N; a gated pair counts both.
+        blocks: K in blocks of 64, padding included.
+        order: int32 [blocks * 64], the input channel of each column; None: they are in order.
+    """
+
+    format: Format
+    integers: NDArray[np.uint32]
+    scale: NDArray[Any]
+    minimum: NDArray[Any]
+    channels: int
+    blocks: int
+    order: NDArray[np.int32] | None
+
+    def with_minimum(self) -> Packed:
+        """The same weights, with the minimums that stand for the centre that the kernels subtract."""
+        if self.format.has_minimum:
+            return self
+        minimum = minimums_of_centre(self.scale, self.format.bits)
+        return replace(self, format=replace(self.format, has_minimum=True), minimum=minimum)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPart:
+    """One matrix that one launch multiplies by.
+
+    Attributes:
+        bits, group_size, has_minimum, scale_f32: What its kernels are compiled for.
+        integers, scale, minimum: Device arrays.
+        channels: N; a gated pair counts both.
+        first: Column of the output that its first channel goes to.
+        blocks: K in blocks of 64.
+        order: See `Packed`; on the device.
+    """
+
+    bits: int
+    group_size: int
+    has_minimum: bool
+    scale_f32: bool
+    integers: Any
+    scale: Any
+    minimum: Any
+    channels: int
+    first: int
+    blocks: int
+    order: Any = None
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 channels, padding included."""
+        return tiles_of(self.channels)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        order = 0 if self.order is None else self.order.nbytes
+        return int(self.integers.nbytes + self.scale.nbytes + self.minimum.nbytes + order)
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """Of linear.cu."""
+        return Format(self.bits, self.group_size, self.has_minimum, self.scale_f32).defines
+
+
+@dataclass(frozen=True, slots=True)
 class CudaWeight:
-    """Stacked matrices of equal K, or a gate and an up matrix. `channels` are the output's columns."""
+    """Stacked matrices of equal K, or a gate and an up matrix. `channels` are the output's columns.
+
+    A gate and an up of one format lie interleaved in one part; else they are two.
+    """
 
     parts: tuple[CudaPart, ...]
     channels: int
@@ -78,9 +127,19 @@ class CudaWeight:
         return self.parts[0].blocks
 
     @property
+    def apart(self) -> bool:
+        """A gate and an up that are two parts."""
+        return self.gated and len(self.parts) == 2
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return sum(part.nbytes for part in self.parts)
+
+
+def tiles_of(channels: int) -> int:
+    """Tiles of 16 channels, padding included."""
+    return pad_to(channels, PADDED_CHANNELS) // TILE
 
 
 def blocks_of(inputs: int) -> int:
@@ -91,31 +150,52 @@ def blocks_of(inputs: int) -> int:
 def load(parts: Sequence[GroupedMatrix]) -> CudaWeight:
     """Stack matrices; neighbours of one format, whose channels fill whole tiles, become one part."""
     inputs = parts[0].shape[1]
-    blocks = blocks_of(inputs)
     merged: list[list[GroupedMatrix]] = []
     for part in parts:
         assert part.shape[1] == inputs, f"stacked matrices have {part.shape[1]} and {inputs} input channels"
-        if merged and _format(merged[-1][-1]) == _format(part) and merged[-1][-1].shape[0] % TILE == 0:
+        if merged and _alike(merged[-1][-1], part) and merged[-1][-1].shape[0] % TILE == 0:
             merged[-1].append(part)
         else:
             merged.append([part])
-    done, first = [], 0
+    done: list[CudaPart] = []
+    first = 0
     for run in merged:
-        integers = np.concatenate([part.integers() for part in run])
-        scale = np.concatenate([part.scale for part in run])
-        minimum = np.concatenate([part.minimum for part in run])
-        done.append(_part(run[0], integers, scale, minimum, first, blocks))
-        first += len(integers)
+        done.append(_to_device(pack(run), first, done))
+        first += sum(part.shape[0] for part in run)
     return CudaWeight(tuple(done), first, inputs, gated=False)
 
 
 def load_gated(gate: GroupedMatrix, up: GroupedMatrix) -> CudaWeight:
-    """Interleave gate and up by tiles of 16 channels. They must be of one format."""
+    """A gate and an up matrix, interleaved if they are of one format."""
     assert gate.shape == up.shape, f"gate is {gate.shape}, up is {up.shape}"
-    assert _format(gate) == _format(up), f"gate is {_format(gate)}, up is {_format(up)}"
     channels, inputs = gate.shape
+    if can_interleave(gate, up):
+        parts: tuple[CudaPart, ...] = (_to_device(pack_gated(gate, up), 0, ()),)
+    else:
+        first = _to_device(pack([gate]), 0, ())
+        parts = (first, _to_device(pack([up]), 0, (first,)))
+    return CudaWeight(parts, channels, inputs, gated=True)
+
+
+def can_interleave(gate: GroupedMatrix, up: GroupedMatrix) -> bool:
+    """One product makes both: they are of one format, and their columns in one order."""
+    return _alike(gate, up)
+
+
+def pack(run: Sequence[GroupedMatrix]) -> Packed:
+    """Matrices of one format, stacked. Raises UnsupportedOperationError."""
+    return _pack(
+        run[0],
+        np.concatenate([part.integers() for part in run]),
+        np.concatenate([part.scale for part in run]),
+        np.concatenate([part.minimum for part in run]),
+    )
+
+
+def pack_gated(gate: GroupedMatrix, up: GroupedMatrix) -> Packed:
+    """A gate and an up of one format by tiles of 16 channels in turn. Raises UnsupportedOperationError."""
+    channels = gate.shape[0]
     padded = pad_to(channels, TILE)
-    blocks = blocks_of(inputs)
 
     def interleave(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
         pair = np.zeros((padded // TILE, 2, TILE, a.shape[1]), a.dtype)
@@ -125,34 +205,36 @@ def load_gated(gate: GroupedMatrix, up: GroupedMatrix) -> CudaWeight:
             pair[:, index] = whole.reshape(-1, TILE, a.shape[1])
         return pair.reshape(2 * padded, a.shape[1])
 
-    part = _part(
+    packed = _pack(
         gate,
         interleave(gate.integers(), up.integers()),
         interleave(gate.scale, up.scale),
         interleave(gate.minimum, up.minimum),
-        0,
-        blocks,
     )
     # The last tiles' padding has no column in the output.
-    return CudaWeight((replace(part, channels=2 * channels),), channels, inputs, gated=True)
+    return replace(packed, channels=2 * channels)
 
 
-def _format(matrix: GroupedMatrix) -> tuple[int, int, str]:
-    return matrix.bits, matrix.group_size, matrix.scale.dtype.name
+def minimums_of_centre(scale: NDArray[Any], bits: int) -> NDArray[Any]:
+    """Minimums that say the same as none: a power of two times the scale, so exact."""
+    return np.asarray(scale * scale.dtype.type(-CENTRES[bits]), scale.dtype)
 
 
-def _part(
-    like: GroupedMatrix,
-    integers: NDArray[np.uint8],
-    scale: NDArray[Any],
-    minimum: NDArray[Any],
-    first: int,
-    blocks: int,
-) -> CudaPart:
+def _alike(a: GroupedMatrix, b: GroupedMatrix) -> bool:
+    if (a.input_order is None) != (b.input_order is None):
+        return False
+    in_one_order = a.input_order is None or b.input_order is None or np.array_equal(a.input_order, b.input_order)
+    return (a.bits, a.group_size, a.scale.dtype) == (b.bits, b.group_size, b.scale.dtype) and in_one_order
+
+
+def _pack(like: GroupedMatrix, integers: NDArray[np.uint8], scale: NDArray[Any], minimum: NDArray[Any]) -> Packed:
     channels, inputs = integers.shape
+    blocks = blocks_of(inputs)
     rows, columns = pad_to(channels, PADDED_CHANNELS), blocks * BLOCK_K
     centre = CENTRES[like.bits]
-    zero = _zero_point(scale, minimum, like.bits)
+    zero = _zero_point(integers, scale, minimum, like.bits)
+    if zero is None and like.group_size == 16:
+        raise UnsupportedOperationError("groups of 16 with minimums of their own", "cuda")
     if zero is not None:
         # Shifted so that the zero point is the kernels' own centre: no minimum is needed, and no weight changes.
         integers = integers + np.uint8(centre - zero)
@@ -162,26 +244,49 @@ def _part(
     scales = np.zeros((2, rows, columns // like.group_size), scale.dtype)
     scales[0, :channels, : scale.shape[1]] = scale
     scales[1, :channels, : scale.shape[1]] = minimum
-    return CudaPart(
-        bits=like.bits,
-        group_size=like.group_size,
-        has_minimum=zero is None,
-        scale_f32=scale.dtype == np.float32,
-        integers=cupy.asarray(pack_integers(q, like.bits)),
-        scale=cupy.asarray(pack_scales(scales[0])),
-        minimum=cupy.asarray(
-            pack_scales(scales[1]) if zero is None else scales[1, :1, :1]
-        ),  # read only where there are any
-        channels=channels,
-        first=first,
-        blocks=blocks,
+    order = None
+    if like.input_order is not None:
+        order = np.arange(columns, dtype=np.int32)
+        order[:inputs] = like.input_order
+    return Packed(
+        Format(like.bits, like.group_size, zero is None, scale.dtype == np.float32),
+        pack_integers(q, like.bits),
+        pack_scales(scales[0]),
+        # Read only where there are any.
+        pack_scales(scales[1]) if zero is None else np.ascontiguousarray(scales[1, :1, :1]),
+        channels,
+        blocks,
+        order,
     )
 
 
-def _zero_point(scale: NDArray[Any], minimum: NDArray[Any], bits: int) -> int | None:
-    """The z with minimum = -z * scale everywhere, exactly, if there is one that the integers have room to shift to."""
-    exact = scale.astype(np.float64)
+def _to_device(packed: Packed, first: int, others: Sequence[CudaPart]) -> CudaPart:
+    order = None
+    if packed.order is not None:
+        # One array for parts in one order: what is put in that order for one serves the next.
+        same = (other.order for other in others if other.order is not None)
+        order = next((one for one in same if np.array_equal(one.get(), packed.order)), None)
+        order = cupy.asarray(packed.order) if order is None else order
+    form = packed.format
+    return CudaPart(
+        bits=form.bits,
+        group_size=form.group_size,
+        has_minimum=form.has_minimum,
+        scale_f32=form.scale_f32,
+        integers=cupy.asarray(packed.integers),
+        scale=cupy.asarray(packed.scale),
+        minimum=cupy.asarray(packed.minimum),
+        channels=packed.channels,
+        first=first,
+        blocks=packed.blocks,
+        order=order,
+    )
+
+
+def _zero_point(integers: NDArray[np.uint8], scale: NDArray[Any], minimum: NDArray[Any], bits: int) -> int | None:
+    """The z with minimum = -z * scale everywhere, exactly, if the integers have room to shift it to the centre."""
+    exact, room = scale.astype(np.float64), (1 << bits) - 1 - int(integers.max())
     for zero in (8,) if bits == 4 else (128, 32, 16):
-        if np.array_equal(minimum.astype(np.float64), -zero * exact):
+        if CENTRES[bits] - zero <= room and np.array_equal(minimum.astype(np.float64), -zero * exact):
             return zero
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,17 @@ from shardline.kernels import KVLayout, RopeTable, Rows
 pytestmark = pytest.mark.gpu
 # Head dim, query heads a KV head, KV heads, tokens.
 SHAPES = [(64, 3, 3, 1300), (80, 1, 2, 600), (96, 4, 2, 600), (128, 4, 2, 1400), (128, 7, 1, 700), (256, 16, 1, 600)]
+COUNTS = [*range(1, 66), 255, 256, 257, 511, 512, 513]
+# Head dim, query heads a KV head, KV heads, tokens; what the layer has besides.
+KINDS = [
+    (64, 8, 2, 700, {"window": 128, "sinks": True}),
+    (64, 8, 2, 600, {"sinks": True}),
+    (256, 2, 2, 900, {"window": 300, "softcap": 20.0}),
+    (256, 2, 1, 600, {"softcap": 30.0}),
+    (128, 4, 2, 1400, {"window": 513}),
+    (96, 1, 2, 600, {"window": 1}),
+    (80, 3, 1, 600, {"window": 70, "softcap": 5.0, "sinks": True}),
+]
 
 
 @dataclass
@@ -27,6 +38,15 @@ class Sequences:
     head_dim: int
     group: int
     kv_heads: int
+    window: int = 0
+    softcap: float = 0.0
+    sinks: np.ndarray | None = None
+
+    def of(self, kind: dict[str, Any]) -> Sequences:
+        """The same, in a layer that has a window, a soft cap, sinks."""
+        heads = self.group * self.kv_heads
+        drawn = np.random.default_rng(heads).uniform(-2, 4, heads).astype(np.float32)
+        return replace(self, **(kind | ({"sinks": drawn} if "sinks" in kind else {})))
 
     def attend(self, runs: list[tuple[int, int, int]]) -> np.ndarray:
         """float32 bits [rows, Hq * D] of (sequence, first, end), all in one step."""
@@ -43,7 +63,9 @@ class Sequences:
             out.values.fill(np.nan)
             out.sums.fill(np.nan)
         self.cuda.begin_step(rows, self.cache, heads)
-        self.cuda.paged_attention(upload(values), rows, self.cache, 0, self.head_dim**-0.5, out)
+        sinks = None if self.sinks is None else upload(self.sinks)
+        options = {"window": self.window, "softcap": self.softcap, "sinks": sinks}
+        self.cuda.paged_attention(upload(values), rows, self.cache, 0, self.head_dim**-0.5, out, **options)
         got: np.ndarray = self.cuda.read(out)
         sums = self.cuda.read(out.sums).transpose(0, 3, 1, 2).reshape(-1, out.blocks * 2)[: len(values)]
         channels = heads * self.head_dim // 32 * 32
@@ -82,18 +104,26 @@ def make(
     return Sequences(cuda, all_qkv, cache, tables, head_dim, group, kv_heads)
 
 
-def reference(qkv: np.ndarray, rows: np.ndarray, head_dim: int, group: int, kv_heads: int) -> np.ndarray:
-    """float64 [rows, Hq * D], of queries, keys and values in halves."""
+def reference(sequences: Sequences, rows: np.ndarray) -> np.ndarray:
+    """float64 [rows, Hq * D] of the first sequence, of queries, keys and values in halves."""
+    qkv, head_dim, group, kv_heads = sequences.qkv[0], sequences.head_dim, sequences.group, sequences.kv_heads
     halves = qkv.astype(np.float16).astype(np.float64).reshape(len(qkv), -1, head_dim)
     out = np.empty((len(rows), group * kv_heads, head_dim))
     for place, p in enumerate(rows):
+        first = max(p - sequences.window + 1, 0) if sequences.window else 0
         for head in range(group * kv_heads):
             kv = head // group
-            keys = halves[: p + 1, group * kv_heads + kv]
-            values = halves[: p + 1, (group + 1) * kv_heads + kv]
+            keys = halves[first : p + 1, group * kv_heads + kv]
+            values = halves[first : p + 1, (group + 1) * kv_heads + kv]
             scores = keys @ halves[p, head] * head_dim**-0.5
-            weights = np.exp(scores - scores.max())
-            out[place, head] = weights @ values / weights.sum()
+            if sequences.softcap:
+                scores = sequences.softcap * np.tanh(scores / sequences.softcap)
+            highest = scores.max()
+            if sequences.sinks is not None:
+                highest = max(highest, sequences.sinks[head])
+            weights = np.exp(scores - highest)
+            rest = 0 if sequences.sinks is None else np.exp(sequences.sinks[head] - highest)
+            out[place, head] = weights @ values / (weights.sum() + rest)
     return out.reshape(len(rows), -1)
 
 
@@ -110,7 +140,7 @@ def test_against_float64(cuda: Any, way: str, head_dim: int, group: int, kv_head
     sequences = make(cuda, head_dim, group, kv_heads, [length], 16)
     got = sequences.attend([(0, 0, length)])
     rows = np.unique([0, 1, 62, 63, 64, 65, 255, 256, 257, 511, 512, length - 1])
-    wanted = reference(sequences.qkv[0], rows, head_dim, group, kv_heads)
+    wanted = reference(sequences, rows)
     # Probabilities and the result are rounded to halves.
     largest = np.abs(sequences.qkv[0]).max()
     assert (np.abs(got[rows] - wanted) <= 2.0**-11 * largest + np.abs(wanted) * 2.0**-11).all()
@@ -142,8 +172,84 @@ def test_a_row_is_the_same_in_any_company(cuda: Any, way: str) -> None:
     sequences = make(cuda, 128, 4, 2, lengths, 16)
     alone = [sequences.attend([(s, 0, length)]) for s, length in enumerate(lengths)]
     rng = np.random.default_rng(1)
-    for count in (*range(1, 66), 255, 256, 257, 511, 512, 513):
+    for count in COUNTS:
         # Decode rows, with a chunk of a prompt now and then.
+        runs = []
+        for s in rng.integers(len(lengths), size=count):
+            first = int(rng.integers(lengths[s]))
+            end = min(first + int(rng.integers(1, 40)), lengths[s]) if rng.random() < 0.1 else first + 1
+            runs.append((int(s), first, end))
+        got = sequences.attend(runs)
+        assert np.array_equal(got, np.concatenate([alone[s][first:end] for s, first, end in runs])), count
+
+
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "length", "kind"), KINDS)
+def test_kinds_against_float64(
+    cuda: Any, way: str, head_dim: int, group: int, kv_heads: int, length: int, kind: dict[str, Any]
+) -> None:
+    sequences = make(cuda, head_dim, group, kv_heads, [length], 16).of(kind)
+    got = sequences.attend([(0, 0, length)])
+    borders = {0, 1, 62, 63, 64, 65, 127, 128, 129, 255, 256, 257, 299, 300, 301, 511, 512, 513, 514, length - 1}
+    rows = np.array(sorted(row for row in borders if row < length))
+    wanted = reference(sequences, rows)
+    largest = np.abs(sequences.qkv[0]).max()
+    assert (np.abs(got[rows] - wanted) <= 2.0**-11 * largest + np.abs(wanted) * 2.0**-11).all()
+    plain = replace(sequences, window=0, softcap=0.0, sinks=None).attend([(0, 0, length)])
+    assert not np.array_equal(got, plain)
+
+
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "length", "kind"), KINDS)
+def test_kinds_decode_is_whole_is_any_chunks(
+    cuda: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    head_dim: int,
+    group: int,
+    kv_heads: int,
+    length: int,
+    kind: dict[str, Any],
+) -> None:
+    expected = None
+    for block_size in (8, 64):
+        sequences = make(cuda, head_dim, group, kv_heads, [length], block_size).of(kind)
+        for processors in (0, 10**5, 20):
+            monkeypatch.setattr(cuda, "_processors", processors)
+            whole = sequences.attend([(0, 0, length)])
+            assert np.isfinite(whole).all()
+            expected = whole if expected is None else expected
+            assert np.array_equal(whole, expected), (block_size, processors)
+            for chunk in (7, 97, 300):
+                parts = [sequences.attend([(0, at, min(at + chunk, length))]) for at in range(0, length, chunk)]
+                assert np.array_equal(np.concatenate(parts), expected), (block_size, processors, chunk)
+            for row in {*range(0, length, 41), 63, 64, 127, 128, 255, 256, 257, 511, 512, 513, length - 1}:
+                if row < length:
+                    got = sequences.attend([(0, row, row + 1)])[0]
+                    assert np.array_equal(got, expected[row]), (block_size, processors, row)
+
+
+def test_nothing_before_the_window_is_read(cuda: Any, way: str) -> None:
+    """Neither the keys and values there, which are NaN, nor the table, which names no block of the pool."""
+    for window, first in ((64, 400), (128, 255), (300, 599)):
+        sequences = make(cuda, 128, 4, 2, [700], 16).of({"window": window})
+        runs = [(0, first, 700)]
+        expected = sequences.attend(runs)
+        gone = (first - window + 1) // 16
+        blocks = sequences.tables[0, :gone]
+        keys, values = (cuda.read(array) for array in (sequences.cache.keys, sequences.cache.values))
+        keys[:, blocks], values[:, blocks] = 0x7E00, 0x7E00
+        cuda.write(sequences.cache.keys, keys)
+        cuda.write(sequences.cache.values, values)
+        sequences.tables[0, :gone] = 1 << 30
+        assert np.array_equal(sequences.attend(runs), expected)
+        rows = [sequences.attend([(0, row, row + 1)])[0] for row in range(first, 700)]
+        assert np.array_equal(np.stack(rows), expected)
+
+
+def test_windowed_rows_are_the_same_in_any_company(cuda: Any, way: str) -> None:
+    lengths = [1, 63, 64, 130, 256, 257, 300, 511, 700, 1100]
+    sequences = make(cuda, 64, 8, 2, lengths, 16).of({"window": 200, "sinks": True})
+    alone = [sequences.attend([(s, 0, length)]) for s, length in enumerate(lengths)]
+    rng = np.random.default_rng(2)
+    for count in COUNTS:
         runs = []
         for s in rng.integers(len(lengths), size=count):
             first = int(rng.integers(lengths[s]))

@@ -64,7 +64,7 @@ def forced(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator
             for variant in variants
             if rows <= tokens and of == slices and (variant.gated or not is_gated)
         ]
-        there = tables.num_tiles(weights.bits, weights.group_size, cuda.arch)
+        there = tables.num_tiles(weights.bits, weights.group_size, weights.zero is None, cuda.arch)
         choices += [(variant, 1) for variant in tables.WHOLE[:there]]
         choices += [(variant, z) for variant in tables.SPLIT[:there] for z in (2, 4, 8) if slices % z == 0]
         for variant, z in choices:

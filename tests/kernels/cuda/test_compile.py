@@ -1,19 +1,28 @@
-"""Every kernel compiles for every arch, without spills and within a consumer card's shared memory. Needs no GPU."""
+"""Every kernel compiles for every arch, without spills and within a consumer card's shared memory. Needs no GPU.
+
+The products are many: by default each arch compiles them for formats of its own, so that all formats are compiled and
+every arch is. SHARDLINE_COMPILE_ALL=1 compiles all for all.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardline.kernels.cuda import tables
-from shardline.kernels.cuda.compile import compile_kernels
+from shardline.kernels.cuda.compile import Compiled, compile_kernels
 from shardline.kernels.cuda.errors import KernelCompileError
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs the extra 'cuda12' or 'cuda13'")
 
 ARCHES = (80, 86, 89, 90, 120)
-LINEAR = [
+ALL = os.environ.get("SHARDLINE_COMPILE_ALL") == "1"
+FORMATS = [
     {"BITS": bits, "GROUP": group, "HAS_MIN": has_min, "SCALE_F32": scale_f32}
     for bits, group, has_min, scale_f32 in (
         (4, 32, 1, 0),
@@ -22,45 +31,130 @@ LINEAR = [
         (4, 128, 1, 0),
         (8, 16, 0, 1),
         (8, 32, 0, 0),
+        (4, 32, 0, 0),
+        (4, 64, 1, 0),
+        (8, 64, 1, 0),
+        (8, 128, 1, 1),
     )
 ]
-SOURCES = [
-    *(("linear", defines) for defines in LINEAR),
-    ("activation", {"THREADS": 256}),
-    ("activation", {"THREADS": 1024}),
+
+
+def products(form: dict[str, int], index: int) -> list[tuple[str, dict[str, int]]]:
+    """What a format is compiled to, with one of the activations and biases or none in turn."""
+    kind = {"ACTIVATION": index % 3, "GATED_BIAS": index % 2}
+    return [
+        ("linear", form),
+        ("linear", form | {name: value for name, value in kind.items() if value}),
+        ("experts", form | {"EXPERTS": 1, "IS_GATED": 0}),
+        ("experts", form | {"EXPERTS": 1, "IS_GATED": 1} | kind),
+    ]
+
+
+ATTENTION = [
+    *({"HEAD_DIM": head_dim} for head_dim in (64, 80, 96, 128, 256)),
+    {"HEAD_DIM": 64, "WINDOW": 1, "SINKS": 1},
+    {"HEAD_DIM": 80, "SINKS": 1},
+    {"HEAD_DIM": 96, "WINDOW": 1},
+    {"HEAD_DIM": 128, "WINDOW": 1, "SOFTCAP": 1, "SINKS": 1},
+    {"HEAD_DIM": 256, "SOFTCAP": 1},
+    {"HEAD_DIM": 256, "WINDOW": 1, "SOFTCAP": 1},
+]
+OTHERS = [
+    *(("activation", {"THREADS": threads}) for threads in (256, 1024)),
+    *(("norms", {"THREADS": threads}) for threads in (256, 1024)),
     ("sample", {}),
+    ("dispatch", {}),
+    ("reorder", {"THREADS": 256}),
+    *(("pointwise", {"ACTIVATION": activation}) for activation in range(3)),
+    ("route", {"LANE_EXPERTS": 1, "SCORING": 0}),
+    ("route", {"LANE_EXPERTS": 4, "SCORING": 2}),
+    ("route", {"LANE_EXPERTS": 8, "SCORING": 1}),
+    ("route", {"LANE_EXPERTS": 16, "SCORING": 0}),
     ("rows", {"BITS": 4, "GROUP": 32, "HAS_MIN": 1, "SCALE_F32": 0}),
     ("rows", {"BITS": 8, "GROUP": 16, "HAS_MIN": 0, "SCALE_F32": 1}),
-    *(("attention", {"HEAD_DIM": head_dim}) for head_dim in (64, 80, 96, 128, 256)),
+    ("rows", {"BITS": 4, "GROUP": 128, "HAS_MIN": 0, "SCALE_F32": 0, "SCALED": 1, "ORDERED": 1}),
+    *(("attention", defines) for defines in ATTENTION),
     ("rope_kv_write", {"HEAD_DIM": 64, "INTERLEAVED": 1, "NORMS": 0}),
     ("rope_kv_write", {"HEAD_DIM": 80, "INTERLEAVED": 0, "NORMS": 0}),
     ("rope_kv_write", {"HEAD_DIM": 128, "INTERLEAVED": 0, "NORMS": 1}),
     ("rope_kv_write", {"HEAD_DIM": 256, "INTERLEAVED": 0, "NORMS": 1}),
 ]
+CASES = [
+    (file, defines, arch)
+    for place, arch in enumerate(ARCHES)
+    for file, defines in (
+        *(
+            product
+            for index, form in enumerate(FORMATS)
+            if ALL or index % len(ARCHES) == place
+            for product in products(form, index)
+        ),
+        *OTHERS,
+    )
+]
 KERNELS = {
     "activation": {"prepare_gated", "prepare_rows", "rms_norm_rows"},
     "attention": {"query_tiles", "attend_rows", "attend_splits"},
+    "dispatch": {"group_pairs", "combine"},
+    "norms": {"add_rms_norm", "norm_heads"},
+    "pointwise": {"soft_cap", "add_gated", "join_rows"},
+    "reorder": {"reorder_channels"},
     "rope_kv_write": {"rope_kv_write"},
+    "route": {"route_few", "route_many"},
     "rows": {"embedding", "gather_rows"},
     "sample": {"sample"},
 }
 FEW = [variant for variants in tables.FEW.values() for variant in variants]
+EXPERT_FEW = [variant for variants in tables.EXPERT_FEW.values() for variant in variants]
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("file", "defines"), SOURCES, ids=str)
-def test_compiles_without_spills(file: str, defines: dict[str, int], arch: int) -> None:
-    resources = compile_kernels(file, defines, arch, None).resources()
-    there = tables.num_tiles(defines.get("BITS", 4), defines.get("GROUP", 0), arch)
-    variants = [*FEW, *tables.SPLIT[:there], *tables.WHOLE[:there]]
-    assert (KERNELS.get(file) or {variant.name for variant in variants}) <= resources.keys()
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[[str, dict[str, int], int], Compiled]]:
+    """What the tests that run here compile, side by side."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        started: dict[str, Future[Compiled]] = {}
+        for item in request.session.items:
+            params: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+            if item.path == request.path and {"file", "defines", "arch"} <= params.keys():
+                key = repr((params["file"], params["defines"], params["arch"]))
+                started[key] = pool.submit(compile_kernels, params["file"], params["defines"], params["arch"], None)
+        yield lambda *case: started[repr(case)].result()
+        pool.shutdown(cancel_futures=True)
+
+
+def variants_of(file: str, defines: dict[str, int], arch: int) -> list[tables.LinearVariant]:
+    """Those that tables.py may ask for, of a file of products."""
+    bits, group = defines["BITS"], defines["GROUP"]
+    if file == "experts":
+        return [*EXPERT_FEW, *tables.EXPERT_WHOLE[: tables.num_expert_tiles(group, arch)]]
+    there = tables.num_tiles(bits, group, bool(defines["HAS_MIN"]), arch)
+    return [*FEW, *tables.SPLIT[:there], *tables.WHOLE[:there]]
+
+
+@pytest.mark.parametrize(("file", "defines", "arch"), CASES, ids=str)
+def test_compiles_without_spills(
+    compiled: Callable[[str, dict[str, int], int], Compiled], file: str, defines: dict[str, int], arch: int
+) -> None:
+    resources = compiled(file, defines, arch).resources()
+    wanted, dynamic = KERNELS.get(file, set()), {}
+    if file in ("linear", "experts"):
+        variants = variants_of(file, defines, arch)
+        gated_alone = defines.get("ACTIVATION", 0) or defines.get("GATED_BIAS", 0)
+        dynamic = {variant.name: variant.shared_bytes(defines["BITS"]) for variant in variants}
+        if file == "linear":
+            gated = {f"gated_{variant.name}" for variant in variants if variant.gated}
+            wanted = gated if gated_alone else gated | dynamic.keys()
+            dynamic |= {f"gated_{name}": size for name, size in dynamic.items()}
+        else:
+            wanted = set(dynamic)
+    elif file == "attention":
+        dynamic = dict.fromkeys(("attend_rows", "attend_splits"), tables.attention_shared_bytes(defines["HEAD_DIM"]))
+    elif file == "dispatch":
+        dynamic = {"group_pairs": 4 * 32 * 512}
+    assert wanted <= resources.keys()
     for name, used in resources.items():
         assert used.spill_bytes == 0, f"{name} spills {used.spill_bytes} bytes"
         assert used.stack_bytes == 0, f"{name} keeps {used.stack_bytes} bytes on its stack"
-    dynamic = {variant.name: variant.shared_bytes(defines.get("BITS", 4)) for variant in variants}
-    if file == "attention":
-        dynamic = dict.fromkeys(("attend_rows", "attend_splits"), tables.attention_shared_bytes(defines["HEAD_DIM"]))
-    for name, used in resources.items():
         limit = tables.HOPPER_SHARED_LIMIT if arch == 90 else tables.SHARED_LIMIT
         assert used.static_shared_bytes + dynamic.get(name, 0) <= limit, name
 

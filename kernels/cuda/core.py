@@ -1,0 +1,205 @@
+"""What every op of the CUDA backend stands on: one device, one stream, its memory, recorded steps and launches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from shardline.kernels.backend import Array, Backend, KVCache, KVLayout
+from shardline.kernels.cuda import tables
+from shardline.kernels.cuda.arrays import Activations, CudaKVCache, new_activations
+from shardline.kernels.cuda.device import OLDEST_ARCH
+from shardline.kernels.cuda.modules import Launcher, Modules
+
+MAX_GRAPHS = 64
+"""Recorded steps that a backend keeps; the longest unused is forgotten."""
+
+ARRIVALS = 1 << 14
+"""Counters of blocks that are done, for kernels whose last block goes on; zero between launches."""
+
+PREPARE_THREADS = 256
+"""Of kernels that make tiles of rows whose scales are known; any number gives the same bits."""
+
+int32 = np.int32
+float32 = np.float32
+
+
+class CudaCore(Backend):
+    """Memory and running of `Backend`. Arrays are CuPy's; one device, one stream, one thread."""
+
+    def __init__(self, device: int, cubin_cache: Path | None) -> None:
+        self._device = cupy.cuda.Device(device)
+        self._device.use()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.arch = int(self._device.compute_capability)
+        assert self.arch >= OLDEST_ARCH, f"sm_{self.arch}: cuda_device refuses it"
+        self._processors = int(self._device.attributes["MultiProcessorCount"])
+        self._modules = Modules(self.arch, cubin_cache)
+        self._launcher = Launcher(self.arch)
+        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
+        self._seen: set[Hashable] = set()
+        self._capturing = False
+        self._resident_bytes = 0
+        self._buffers: dict[str, Any] = {}
+        self._between: dict[tuple[str, int], Activations] = {}
+        with self._stream:
+            self._arrived = cupy.zeros(ARRIVALS, cupy.uint32)
+        self._closed = False
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return cupy.empty(shape, dtype)
+
+    def activations(self, rows: int, channels: int) -> Array:
+        self._modules.start("activation", THREADS=tables.row_threads(channels))
+        with self._stream:
+            return new_activations(rows, channels)
+
+    def upload(self, host: NDArray[Any]) -> Array:
+        with self._stream:
+            return cupy.asarray(host)
+
+    def write(self, target: Array, host: NDArray[Any]) -> None:
+        assert not self._capturing, "write inside replay: what changes from step to step is written outside"
+        if isinstance(target, Activations):
+            self.write(target.values, host)
+            self._make_fragments(target, len(host))
+            return
+        fits = target.dtype == host.dtype and target.shape[1:] == host.shape[1:] and len(host) <= len(target)
+        assert fits, f"{host.dtype} {host.shape} does not fit into {target.dtype} {target.shape}"
+        # From pageable memory the copy has read all of `host` when this returns.
+        source = np.ascontiguousarray(host)
+        target[: len(source)].set(source, stream=self._stream)
+
+    def read(self, source: Array) -> NDArray[Any]:
+        if isinstance(source, Activations):
+            return source.read(self._stream)
+        assert source.flags.c_contiguous, "read wants a contiguous array"
+        host: NDArray[Any] = source.get(stream=self._stream, blocking=True)
+        return host
+
+    def allocate_kv(self, layout: KVLayout) -> KVCache:
+        assert layout.dtype == "float16", f"a CUDA pool is float16, not {layout.dtype}"
+        self._modules.start("attention", HEAD_DIM=layout.head_dim)
+        shape = (layout.num_layers, layout.num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        with self._stream:
+            cache = CudaKVCache(layout, cupy.zeros(shape, cupy.uint16), cupy.zeros(shape, cupy.uint16))
+        self._resident_bytes += cache.nbytes
+        return cache
+
+    def resident_bytes(self) -> int:
+        return self._resident_bytes
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._modules.close()
+        self._stream.synchronize()
+        self._graphs.clear()
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def replay(self, key: Hashable, issue: Callable[[], None]) -> None:
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            graph.launch(self._stream)
+            return
+        if key not in self._seen:
+            # The first time everything is compiled, loaded and allocated, which a capture does not allow.
+            self._seen.add(key)
+            issue()
+            return
+        self._capturing = True
+        try:
+            self._stream.begin_capture()
+            try:
+                issue()
+            finally:
+                graph = self._stream.end_capture()
+        finally:
+            self._capturing = False
+        self._graphs[key] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        graph.launch(self._stream)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    # -- launches ----------------------------------------------------------------------------------------------------
+
+    def _launch(
+        self,
+        kernel: tuple[str, str],
+        grid: tuple[int, ...],
+        threads: int,
+        arguments: tuple[Any, ...],
+        *,
+        shared: int = 0,
+        **defines: int,
+    ) -> None:
+        function = self._modules.function(kernel[0], kernel[1], shared, defines)
+        self._launcher(function, grid, threads, arguments, shared, self._stream)
+
+    def _make_fragments(self, x: Activations, rows: int, *, unit: bool = False) -> None:
+        """The tiles of the first rows of x.values; `unit`: they are in the range of halves by their nature."""
+        channels = x.shape[1]
+        arguments = (x.values, x.fragments, x.scales, x.sums, int32(channels), int32(x.blocks), int32(unit))
+        threads = tables.row_threads(channels)
+        self._launch(
+            ("activation", "prepare_rows"), (rows,), threads, arguments, shared=x.blocks * 256, THREADS=threads
+        )
+
+    def _make_gated_fragments(self, x: Activations, rows: int) -> None:
+        """The same, for rows whose largest magnitudes are in x.largest."""
+        self._launch(
+            ("activation", "prepare_gated"),
+            (rows, -(-x.blocks * 16 // PREPARE_THREADS)),
+            PREPARE_THREADS,
+            (x.values, x.fragments, x.scales, x.sums, x.largest, x.done, int32(x.shape[1]), int32(x.blocks)),
+            THREADS=PREPARE_THREADS,
+        )
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def _keep(self, weight: Any) -> Any:
+        self._resident_bytes += weight.nbytes
+        return weight
+
+    def _buffer(self, name: str, size: int, dtype: str = "float32") -> Any:
+        """A flat array that recorded ops share under that name; unwritten, at least `size` long."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            self._forget_records(is_new=buffer is None)
+            buffer = self._buffers[name] = cupy.empty(max(size, 1), dtype)
+        return buffer
+
+    def _rows_between(self, name: str, rows: int, channels: int) -> Activations:
+        """Activations that ops share under that name, of at least so many rows."""
+        found = self._between.get((name, channels))
+        if found is None or found.shape[0] < rows:
+            self._forget_records(is_new=found is None)
+            with self._stream:
+                found = self._between[name, channels] = new_activations(rows, channels)
+        return found
+
+    def _forget_records(self, *, is_new: bool) -> None:
+        """Before a buffer is replaced: a recorded step may still name the old one, so the records go with it."""
+        assert not self._capturing, "a buffer grows while a step is recorded"
+        if not is_new:
+            self._stream.synchronize()
+            self._graphs.clear()
+
+
+def address(array: Array | None, first: int = 0) -> np.uint64:
+    """Of the array's element `first`, 4 bytes each; 0 for no array."""
+    return np.uint64(0 if array is None else array.data.ptr + 4 * first)
