@@ -66,7 +66,7 @@ def plan_pipeline(model: ModelSpec, size: ModelBytes, devices: Sequence[Device],
         shrunk = True
         context = num_blocks * wanted.block_size
         costs = StageCosts(model, size, ordered, replace(wanted, context=context), costs.rows)
-    return _finish(costs, outcome.shares, num_blocks, context, shrunk=shrunk)
+    return _finish(costs, outcome.shares, num_blocks, context, asked=wanted.context is not None, shrunk=shrunk)
 
 
 def _check_wanted(model: ModelSpec, devices: Sequence[Device], wanted: Wanted) -> None:
@@ -151,7 +151,9 @@ def _rank(outcome: Outcome, costs: StageCosts, computes: Sequence[str]) -> tuple
     return (min(outcome.blocks, costs.wanted_blocks), sequences / cycle, outcome.blocks, -len(outcome.shares))
 
 
-def _finish(costs: StageCosts, shares: Sequence[Share], num_blocks: int, context: int, *, shrunk: bool) -> PipelinePlan:
+def _finish(
+    costs: StageCosts, shares: Sequence[Share], num_blocks: int, context: int, *, asked: bool, shrunk: bool
+) -> PipelinePlan:
     wanted = costs.wanted
     stages = [_stage(costs, shares, index, num_blocks, context) for index in range(len(shares))]
     busy: dict[str, float] = {}
@@ -176,7 +178,7 @@ def _finish(costs: StageCosts, shares: Sequence[Share], num_blocks: int, context
         speed_bound_by=max(range(len(stages)), key=lambda index: stages[index].step_seconds),
         depth=_depth(len(shares), parallel),
         min_microbatch=_min_microbatch(parallel),
-        notes=_notes(costs, stages, num_blocks, context, shrunk=shrunk),
+        notes=_notes(costs, stages, num_blocks, context, asked=asked, shrunk=shrunk),
     )
 
 
@@ -213,7 +215,7 @@ def _stage(costs: StageCosts, shares: Sequence[Share], index: int, num_blocks: i
 
 
 def _notes(
-    costs: StageCosts, stages: Sequence[StagePlan], num_blocks: int, context: int, *, shrunk: bool
+    costs: StageCosts, stages: Sequence[StagePlan], num_blocks: int, context: int, *, asked: bool, shrunk: bool
 ) -> tuple[str, ...]:
     notes = []
     wanted, model = costs.wanted, costs.model
@@ -222,6 +224,13 @@ def _notes(
         notes.append(
             f"stages of {len(classes)} numeric classes ({', '.join(classes)}): bytes do not depend on batch mates, but "
             "they may depend on where the split falls between the classes"
+        )
+    originals = [rope.original_context for rope in model.ropes if rope.long_factors is not None]
+    if originals and not asked:
+        holding = "more" if context > originals[0] else "no more"
+        notes.append(
+            f"context {context} is {holding} than the {originals[0]} tokens that the model was first trained for: "
+            "that decides its rotary factors and so its bytes: give --context where other devices must have the same"
         )
     if shrunk:
         notes.append(f"context {context} of the model's {model.context_length}: memory holds no longer sequence")

@@ -357,6 +357,19 @@ def test_the_last_block_of_a_context_has_its_tables_too() -> None:
     assert plan_pipeline(model, size, [Device("cpu", "a", fixed + more, 4e9)], wanted).num_blocks == 67
 
 
+def test_says_that_the_context_chooses_the_rotary_factors() -> None:
+    rope = RopeSpec(1e4, 16, False, (1.0,) * 8, (2.0,) * 8, original_context=1024)
+    model = make_model(4, ropes=(rope,))
+
+    def notes(context: int | None, room: float) -> str:
+        device = [Device("cpu", "a", int(room * MIB), 4e9)]
+        return " ".join(plan_pipeline(model, make_size(4), device, Wanted(context=context, **SMALL)).notes)
+
+    assert "context 2048 is more than the 1024" in notes(None, 40)
+    assert "is no more than the 1024" in notes(None, 8.6)
+    assert "1024" not in notes(2048, 40)
+
+
 def test_a_refusal_has_the_numbers() -> None:
     with pytest.raises(PlanningError) as refusal:
         plan_pipeline(make_model(30), make_size(30), cpus(10, 10, 16), Wanted(stages=3, **SMALL))
