@@ -9,16 +9,21 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
-from shardline.cluster.errors import StageLostError
+from shardline.cluster.errors import EngineDeadError, StageLostError
 from shardline.cluster.pipeline import StageStats
+from shardline.cluster.stage_thread import StageThread
 from shardline.kernels import Backend
 from shardline.scheduler import InvalidParameterError, StepPlan, StepResult
 from shardline.stage import Checkpoint, ModelSpec, Stage, StageSpec, backend_for, open_checkpoint
 
 BackendFactory = Callable[[StageSpec], Backend]
+
+STEP_SECONDS = 900.0
+"""Longer than the pipeline over Ray waits: the first steps may have to compile their kernels here, and a false alarm
+cannot be made good."""
 
 
 class _Slot:
@@ -38,7 +43,8 @@ class LocalPipeline:
 
     One thread, because the stages share this machine's cores anyway and a backend's threads then never compete; the
     event loop never waits for arithmetic. A stage that raises is lost, like a stage whose process died: `recover`
-    creates it anew from the checkpoint and the others keep their weights.
+    creates it anew from the checkpoint and the others keep their weights. A stage that hangs is lost for good: neither
+    its thread nor its device can be had back inside this process, so `recover` says that the engine is dead.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class LocalPipeline:
         backend_factory: BackendFactory = backend_for,
         *,
         owns_checkpoint: bool = False,
+        step_seconds: float = STEP_SECONDS,
     ) -> None:
         """
         Args:
@@ -55,6 +62,7 @@ class LocalPipeline:
             checkpoint: A model file, opened and closed here; or an open one.
             backend_factory: Makes the backend of one stage, in the worker thread.
             owns_checkpoint: Close an open one too.
+            step_seconds: The longest time without any result while plans are in flight; then a stage is taken to hang.
 
         Raises:
             CheckpointError: the file cannot be used.
@@ -63,11 +71,15 @@ class LocalPipeline:
         self._owns_checkpoint = owns_checkpoint or isinstance(checkpoint, (Path, str))
         self._checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, (Path, str)) else checkpoint
         self._backend_factory = backend_factory
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardline-stages")
+        self._step_seconds = step_seconds
+        self._worker = StageThread("shardline-stages")
         self._slots: list[_Slot | None] = [None] * len(self._specs)
         self._results: deque[Future[StepResult]] = deque()
         self._submitted = asyncio.Event()
         self._lost: StageLostError | None = None
+        # What the worker thread runs: the step's id and the stage.
+        self._running: tuple[int, int] | None = None
+        self._hangs = False
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
 
@@ -96,11 +108,23 @@ class LocalPipeline:
         while not self._results:
             self._submitted.clear()
             await self._submitted.wait()
-        return await asyncio.wrap_future(self._results.popleft())
+        try:
+            async with asyncio.timeout(self._step_seconds):
+                return await asyncio.wrap_future(self._results.popleft())
+        except TimeoutError:
+            step, stage = self._running or (None, None)
+            self._hangs = True
+            self._lost = StageLostError(stage, f"it has been computing step {step} for {self._step_seconds:g} s")
+            raise StageLostError(self._lost.stage, self._lost.reason) from None
 
     async def recover(self) -> None:
-        """Create the lost stage anew; every stage forgets its sequences."""
+        """Create the lost stage anew; every stage forgets its sequences. Raises EngineDeadError when a stage hangs."""
         self._results.clear()
+        if self._hangs:
+            raise EngineDeadError(
+                f"{self._lost}. What hangs in this process cannot be replaced: start the program again. A stage that "
+                "hangs in a process of its own is replaced: --stages or --split with more than one"
+            )
         try:
             await self._in_worker(self._reset)
         except Exception as error:
@@ -125,7 +149,7 @@ class LocalPipeline:
         ]
 
     async def close(self) -> None:
-        """Let the step that runs end, drop the others, and give the memory back."""
+        """Let the step that runs end, drop the others, and give the memory back; a step that hangs keeps its own."""
         if self._closing is None:
             self._closed = True
             self._closing = asyncio.create_task(self._close())
@@ -136,9 +160,17 @@ class LocalPipeline:
         for waiting in self._results:
             waiting.cancel()
         self._results.clear()
-        await self._in_worker(self._unload)
+        if not self._hangs:
+            unloading = asyncio.wrap_future(self._worker.submit(self._unload))
+            await asyncio.wait([unloading], timeout=self._step_seconds)
+            self._hangs = not unloading.done()
+        if self._hangs:
+            # It may still read the checkpoint.
+            self._worker.abandon()
+            return
+        unloading.result()
         # It has nothing left to do, so this does not wait.
-        self._worker.shutdown()
+        self._worker.close()
         if self._owns_checkpoint:
             self._checkpoint.close()
 
@@ -169,6 +201,7 @@ class LocalPipeline:
         result = None
         for index, slot in enumerate(self._slots):
             assert slot is not None, "a plan before start()"
+            self._running = (plan.step_id, index)
             began = time.perf_counter()
             if slot.first_step is None:
                 slot.first_step = began

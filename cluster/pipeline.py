@@ -65,7 +65,8 @@ class Pipeline(Protocol):
 
     async def recover(self) -> None:
         """After StageLostError: re-create what was lost, keep what was not. Plans in flight are gone and the stages
-        know no sequence afterwards. Raises StageLostError when that fails too."""
+        know no sequence afterwards. Raises StageLostError when that fails too, and EngineDeadError when it always
+        would."""
         ...
 
     async def stats(self) -> list[StageStats]:

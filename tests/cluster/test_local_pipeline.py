@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardline.cluster import Delta, Engine, Request, StageLostError
+from shardline.cluster import Delta, Engine, EngineDeadError, Request, StageLostError
 from shardline.cluster.inbox import merge
 from shardline.cluster.local_pipeline import LocalPipeline, stage_specs
 from shardline.cluster.text.model_text import ModelText
@@ -286,6 +288,112 @@ def test_close_with_steps_in_flight(specs: tuple[StageSpec, ...], checkpoint: Ch
 
     within(work())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardline-stages")]
+
+
+class Held:
+    """A backend factory: a step waits until it is let go, one at a time if so many were allowed."""
+
+    def __init__(self, allowed: int = 0) -> None:
+        self.go = threading.Semaphore(allowed)
+
+    def __call__(self, spec: StageSpec) -> Backend:
+        backend: Any = backend_for(spec)
+        replay = backend.replay
+
+        def held(key: object, issue: Callable[[], None]) -> None:
+            if spec.index == 1:
+                assert self.go.acquire(timeout=240)
+            replay(key, issue)
+
+        backend.replay = held
+        return backend
+
+
+def test_a_step_that_hangs_is_found_by_the_deadline_and_holds_nobody_up(
+    specs: tuple[StageSpec, ...], checkpoint: Checkpoint
+) -> None:
+    async def work() -> None:
+        held = Held(allowed=1)
+        # The first step is done, whatever it has to compile; the second hangs.
+        pipeline = LocalPipeline(specs, checkpoint, held, step_seconds=240)
+        await pipeline.start()
+        await pipeline.submit(chunk(7, (1, 2, 3)))
+        await pipeline.result()
+        pipeline._step_seconds = 0.5
+        await pipeline.submit(chunk(8, (4,), 3))
+        await pipeline.submit(chunk(9, (5,), 4))
+        for _ in range(2):
+            with pytest.raises(StageLostError, match=r"been computing step 8 for 0\.5 s") as caught:
+                await pipeline.result()
+            assert caught.value.stage == 1
+        with pytest.raises(StageLostError, match="been computing step 8"):
+            await pipeline.submit(chunk(10, (6,), 5))
+        with pytest.raises(
+            EngineDeadError, match=r"stage 1 was lost: it has been computing step 8 .* start the program"
+        ):
+            await pipeline.recover()
+        pipeline._step_seconds = 10_000
+        await pipeline.close()
+        held.go.release(9)
+
+    within(work())
+
+
+def test_a_close_waits_no_longer_than_a_step_may_take(specs: tuple[StageSpec, ...], checkpoint: Checkpoint) -> None:
+    async def work() -> None:
+        held = Held()
+        pipeline = LocalPipeline(specs, checkpoint, held, step_seconds=0.5)
+        await pipeline.start()
+        await pipeline.submit(chunk(0, (1, 2, 3)))
+        await pipeline.close()
+        held.go.release(9)
+
+    within(work())
+
+
+def test_steps_that_take_their_time_are_not_taken_to_hang(specs: tuple[StageSpec, ...], checkpoint: Checkpoint) -> None:
+    async def work() -> None:
+        held = Held(allowed=1)
+        pipeline = LocalPipeline(specs, checkpoint, held, step_seconds=240)
+        await pipeline.start()
+        await pipeline.submit(chunk(0, (1, 2, 3)))
+        await pipeline.result()
+        pipeline._step_seconds = 3.0
+        for step in range(1, 4):
+            await pipeline.submit(chunk(step, (4,), step + 2))
+        for step in range(1, 4):
+            asyncio.get_running_loop().call_later(1.2, held.go.release)
+            assert (await pipeline.result()).step_id == step
+        await pipeline.close()
+
+    within(work())
+
+
+def test_an_engine_whose_step_hangs_ends_its_streams_and_lets_the_program_end(smollm2: Path) -> None:
+    program = f"""
+import sys, threading
+from shardline import Client, SamplingParams
+from shardline.cluster import EngineDeadError
+from shardline.cluster import stage_thread
+from shardline.cluster.build import EngineOptions, build_engine, prepare
+
+# Nobody waits for what hangs, so it does not matter how long.
+stage_thread.EXIT_SECONDS = 10_000
+engine = build_engine(prepare(EngineOptions(model={str(smollm2)!r}, context=64)), in_process=True)
+client = Client.over(lambda: engine)
+client.submit("Once", SamplingParams(max_tokens=4, ignore_eos=True)).result()
+pipeline = engine._pipeline
+pipeline._step_seconds = 0.5
+pipeline._slots[0].stage.run = lambda plan, hidden: threading.Event().wait()
+try:
+    client.submit("Once", SamplingParams(max_tokens=4)).result()
+except EngineDeadError as error:
+    sys.stdout.write(str(error))
+client.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "stage 0 was lost: it has been computing step" in done.stdout
 
 
 def test_a_close_that_is_cancelled_still_gives_everything_back(
