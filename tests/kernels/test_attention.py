@@ -274,8 +274,7 @@ def test_a_window_that_holds_all_changes_no_bit(cpu: Callable[[int], Backend], k
         np.testing.assert_array_equal(run(window), none)
         np.testing.assert_array_equal(run(window, 100), none)
     for window in (1, 33, 256, length - 1):
-        # Up to there the window holds all.
-        ours = run(window)
+        ours = run(window)  # up to there it holds all
         np.testing.assert_array_equal(ours[:window], none[:window])
         assert (ours[window:] != none[window:]).any(axis=1).all()
 
@@ -386,14 +385,15 @@ def test_a_window_reads_no_position_before_it(cpu: Callable[[int], Backend], win
         np.testing.assert_array_equal(run(True, chunk), clean)
 
 
-def test_scores_of_minus_infinity_weigh_nothing(cpu: Callable[[int], Backend]) -> None:
+@pytest.mark.parametrize("window", [0, 7, 290])
+def test_scores_of_minus_infinity_weigh_nothing(cpu: Callable[[int], Backend], window: int) -> None:
     qkv = random_qkv([600], 1, 1, 64)
     qkv[0][:, 0] = 1e30
     qkv[0][:, 64] = 0.0
     # Positions 0..299, so the whole first split and a part of the second, overflow to a score of -inf.
     qkv[0][:300, 64] = -1e30
-    output = Paged(cpu(1), qkv, kv_heads=1, dim=64, block_size=16).run([[(0, 0, 600)]])[0]
+    output = Paged(cpu(1), qkv, kv_heads=1, dim=64, block_size=16).run([[(0, 0, 600)]], Kind(window))[0]
     qkv[0][:, 0] = 0.0
-    rest = reference(qkv[0][300:], 1, 64, "float32")
+    rest = reference(qkv[0][300:], 1, 64, "float32", Kind(window))
     np.testing.assert_allclose(output[300:], rest, rtol=0, atol=1e-5)
     assert np.isnan(output[:300]).all()
