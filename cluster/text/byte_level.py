@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as MergeTokenizer
@@ -11,6 +11,13 @@ from tokenizers import Tokenizer as MergeTokenizer
 _LETTERS_AND_MARKS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""A word ends where a small letter is followed by a capital one."""
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -32,15 +39,25 @@ class PreTokenizer:
     adds_bos: bool = False
 
 
-_LLAMA3 = PreTokenizer((_LETTERS_AND_MARKS % r"\p{N}{1,3}",), whole_words=True, adds_bos=True)
+_THREE_DIGITS = PreTokenizer((_LETTERS_AND_MARKS % r"\p{N}{1,3}",))
+_LLAMA3 = replace(_THREE_DIGITS, whole_words=True, adds_bos=True)
+_QWEN2 = PreTokenizer((_LETTERS_AND_MARKS % r"\p{N}",), nfc=True)
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "smollm": PreTokenizer((r"\p{N}", _GPT2)),
-    "qwen2": PreTokenizer((_LETTERS_AND_MARKS % r"\p{N}",), nfc=True),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "smaug-bpe": _THREE_DIGITS,  # SmolLM3, and Llama 3 where the file says that words are merged as all others
+    "dbrx": _THREE_DIGITS,  # Phi-4
+    "glm4": _THREE_DIGITS,
+    "chatglm-bpe": _THREE_DIGITS,
+    "tekken": PreTokenizer((_CASED % ("", "", r"\p{N}"),), whole_words=True, adds_bos=True),  # Mistral
+    "gpt-4o": PreTokenizer((_CASED % (_CONTRACTION, _CONTRACTION, r"\p{N}{1,3}"),)),  # gpt-oss, Phi-4-mini
     "gpt-2": PreTokenizer((_GPT2,)),
+    "olmo": PreTokenizer((_GPT2,), nfc=True),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 """By the name that `tokenizer.ggml.pre` has for them."""

@@ -32,7 +32,11 @@ _END_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = frozenset(
     {"</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"}
 )
-"""Control tokens that end a turn or a document wherever they exist; files often name only one of theirs."""
+"""Tokens that end a turn or a document wherever they exist; files often name only one of theirs."""
+_HARMONY_ENDS = frozenset({"<|return|>", "<|call|>"})
+
+_PHI3_KEEPS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""All other special tokens of Phi-3's SentencePiece vocabulary take the white space after them. No field says so."""
 
 _BYTE_TEXT = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -51,12 +55,13 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     bos_id = fields.token_id("bos_token_id", len(texts))
     ends = {field: fields.token_id(field, len(texts)) for field in _END_FIELDS}
     first_space: FirstSpace = KeepSpace()
+    literals = _literals(texts, types, squeezes=kind == "llama" and metadata.get("general.architecture") == "phi3")
     if kind == "gpt2":
         pre_tokenizer = _pre_tokenizer(fields)
         adds_bos = pre_tokenizer.adds_bos and bos_id is not None
         plain = {text: i for i, text in enumerate(texts) if types[i] not in (_UNKNOWN, _CONTROL, _UNUSED) and text}
         byte_level = ByteLevelModel(plain, _merges(fields, plain, texts), pre_tokenizer)
-        encoder = LiteralEncoder(_literals(texts, types), lambda text, begins: byte_level.encode(text))
+        encoder = LiteralEncoder(literals, lambda text, begins: byte_level.encode(text))
         pieces = [_byte_level_bytes(text, types[i]) for i, text in enumerate(texts)]
     else:
         if bos_id is None and "<s>" in texts:
@@ -69,7 +74,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         control = frozenset(i for i, kind in enumerate(types) if kind == _CONTROL)
         transparent = [kind in (_UNKNOWN, _UNUSED) for kind in types]
         encoder = LiteralEncoder(
-            _literals(texts, types),
+            literals,
             lambda text, begins: scored.encode(" " + text if begins and prefixes_space else text),
             restarts=control,
             transparent=frozenset(i for i, is_transparent in enumerate(transparent) if is_transparent),
@@ -83,7 +88,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         pieces = [_scored_bytes(text, types[i]) for i, text in enumerate(texts)]
     special = [i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)]
     # Composed characters are the one way in which a text gets shorter than it was, by less than four.
-    coverage = Coverage(4 * max(1, *map(len, pieces)))
+    coverage = Coverage(4 * max(1, *map(len, pieces)), any(literal.rstrip for literal in literals))
     adds_bos = fields.flag("add_bos_token", default=adds_bos)
     marks = _marks(fields, texts, types, bos_id, ends, adds_bos)
     return Tokenizer(texts, pieces, special, encoder, first_space, marks, coverage)
@@ -112,21 +117,28 @@ def _marks(
     if adds_eos and eos_id is None:
         raise fields.error("add_eos_token", "is true, but eos_token_id is missing")
     known = _END_TEXTS
-    if {"<|return|>", "<|call|>"} <= set(texts):
+    if set(texts) >= _HARMONY_ENDS:
         # Harmony's format: there it ends one of an answer's several messages.
-        known = (known - {"<|end|>"}) | {"<|return|>", "<|call|>"}
-    known_ends = {i for i, text in enumerate(texts) if types[i] == _CONTROL and text in known}
+        known = (known - {"<|end|>"}) | _HARMONY_ENDS
+    template = fields.template()
+    known_ends = {
+        i
+        for i, text in enumerate(texts)
+        # Files of Phi-3 and Gemma 2 call theirs user-defined; where the template writes it, it is no word of a text.
+        if text in known and (types[i] == _CONTROL or (types[i] == _USER_DEFINED and text in template))
+    }
+    named_ends = {i for i in ends.values() if i is not None} | set(fields.token_ids("eos_token_ids", len(texts)))
     return Marks(
         bos_id,
-        frozenset(known_ends | {i for i in ends.values() if i is not None}),
+        frozenset(known_ends | named_ends),
         prefix=(bos_id,) if adds_bos and bos_id is not None else (),
         suffix=(eos_id,) if adds_eos and eos_id is not None else (),
     )
 
 
-def _literals(texts: list[str], types: list[int]) -> list[Literal]:
+def _literals(texts: list[str], types: list[int], squeezes: bool) -> list[Literal]:
     return [
-        Literal(texts[i], i, special=kind != _USER_DEFINED)
+        Literal(texts[i], i, special=kind != _USER_DEFINED, rstrip=squeezes and texts[i] not in _PHI3_KEEPS)
         for i, kind in enumerate(types)
         if kind in (_USER_DEFINED, _CONTROL, _UNKNOWN) and texts[i]
     ]
@@ -208,6 +220,22 @@ class _Fields:
         if not isinstance(value, bool):
             raise self.error(field, f"is {_brief(value)}, not true or false")
         return value
+
+    def template(self) -> str:
+        """The chat template; empty if there is none. Its own reader says what is wrong with one."""
+        value = self._metadata.get("tokenizer.chat_template")
+        return value if isinstance(value, str) else ""
+
+    def token_ids(self, field: str, count: int) -> list[int]:
+        """A list of ids; empty if there is none."""
+        if _PREFIX + field not in self._metadata:
+            return []
+        return self._array(
+            field,
+            None,
+            f"token ids from 0 to {count - 1}",
+            lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < count,
+        )
 
     def token_id(self, field: str, count: int) -> int | None:
         value = self._metadata.get(_PREFIX + field)

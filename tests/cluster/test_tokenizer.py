@@ -225,6 +225,38 @@ SPLITS = {
         ["f", "(x", ");\n\n", "y"],
         ["\u00a0b", " é", "\r\n", "c"],
     ],
+    "olmo": [
+        ["we", "'ll", " go"],
+        ["WE", "'", "LL"],
+        ["x", "1234", " 56"],
+        ["a", "\n\n", "\n", "b"],
+        ["\t", "\t", "if"],
+    ],
+    "glm4": [
+        ["WE", "'LL", " go"],
+        ["x", "123", "45", " ", "67"],
+        ["f", "(x", ");\n\n", "y"],
+        ["get", "/"],
+        ["camelCase", "/a"],
+    ],
+    "gpt-4o": [
+        ["WE'LL", " go", " don't"],
+        ["it'\u017f", "a"],
+        ["camel", "Case", " HTMLParser", " XMLs", " i", "Phone"],
+        ["e\u0301\u05b8", " \u05e9\u05c1\u05b8", " \u0947"],
+        ["x", "123", "45", " ", "67"],
+        ["http", "://\n/", "a"],
+        ["a", "\n\n\n", "b", " ", " c"],
+        ["\u01c5a\u02b0", "!\u6f22"],
+    ],
+    "tekken": [
+        ["WE", "'LL", " go", " don", "'t"],
+        ["camel", "Case", " HTMLParser", " i", "Phone"],
+        ["e\u0301\u05b8", " \u05e9\u05c1\u05b8"],
+        ["x", "1", "2", "3", " ", "4"],
+        ["http", "://\n/", "a"],
+        ["a", "\n\n\n", "b", " ", " c"],
+    ],
     "default": [
         ["we", "'", "ll", " go", "!!"],
         ["x", "123", "45"],
@@ -247,7 +279,7 @@ class TestByteLevel:
 
     def test_the_names_of_one_family_are_one(self) -> None:
         words = ["x", "123", "45", " WE", "'LL"]
-        for pre in ("llama-bpe", "llama3", "llama-v3"):
+        for pre in ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"):
             tokenizer = Tokenizer.from_metadata(byte_level(pre, words))
             ids = tokenizer.encode("".join(words), add_special=False, parse_special=False)
             assert [tokenizer.decode([i]) for i in ids] == words
@@ -256,19 +288,22 @@ class TestByteLevel:
         tokenizer = Tokenizer.from_metadata(missing)
         assert len(tokenizer.encode("12345", add_special=False, parse_special=False)) == 5
 
-    def test_qwen2_composes_its_text(self) -> None:
-        tokenizer = Tokenizer.from_metadata(byte_level("qwen2", ["é"]))
+    @pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "olmo"])
+    def test_some_compose_their_text(self, pre: str) -> None:
+        tokenizer = Tokenizer.from_metadata(byte_level(pre, ["é"]))
         composed = tokenizer.encode("é", add_special=False, parse_special=False)
         assert len(composed) == 1
         assert tokenizer.encode("e\u0301", add_special=False, parse_special=False) == composed
 
-    def test_llama3_takes_a_whole_word(self) -> None:
+    def test_some_take_a_whole_word_and_begin_with_a_token(self) -> None:
         metadata = byte_level("llama-bpe", [], [("word", NORMAL)], bos_token_id=0)
-        tokenizer = Tokenizer.from_metadata(metadata)
         word = metadata["tokenizer.ggml.tokens"].index("word")
-        assert tokenizer.encode("word", add_special=True, parse_special=True) == [0, word]
-        other = Tokenizer.from_metadata(metadata | {"tokenizer.ggml.pre": "gpt-2"})
-        assert len(other.encode("word", add_special=True, parse_special=True)) == 4
+        for pre in ("llama-bpe", "tekken"):
+            tokenizer = Tokenizer.from_metadata(metadata | {"tokenizer.ggml.pre": pre})
+            assert tokenizer.encode("word", add_special=True, parse_special=True) == [0, word]
+        for pre in ("gpt-2", "gpt-4o", "glm4", "chatglm-bpe", "smaug-bpe", "dbrx", "olmo"):
+            other = Tokenizer.from_metadata(metadata | {"tokenizer.ggml.pre": pre})
+            assert len(other.encode("word", add_special=True, parse_special=True)) == 4
 
     def test_begin_and_end_tokens_are_added_once(self) -> None:
         marks = [("<|begin|>", CONTROL), ("<|end|>", CONTROL)]
@@ -343,11 +378,64 @@ class TestByteLevel:
         others = byte_level("gpt-2", ["hi"], extra[:1])
         assert Tokenizer.from_metadata(others).eos_ids == {len(others["tokenizer.ggml.tokens"]) - 1}
 
+    @pytest.mark.parametrize("text", ["<end_of_turn>", "<|end|>", "</s>"])
+    def test_an_end_that_the_file_calls_user_defined(self, text: str) -> None:
+        """Phi-3's and Gemma 2's files have such; where the template ends a turn with one it is no word of a text."""
+        metadata = byte_level("gpt-2", ["hi"], [(text, USER_DEFINED), ("<|a|>", CONTROL)], eos_token_id=0)
+        end = len(metadata["tokenizer.ggml.tokens"]) - 2
+        template = {"tokenizer.chat_template": "{{ messages[0].content + '" + text + "' }}"}
+        tokenizer = Tokenizer.from_metadata(metadata | template)
+        assert tokenizer.eos_ids == {0, end}
+        assert tokenizer.decode([end]) == ""
+        for unwritten in ({}, {"tokenizer.chat_template": "{{ messages[0].content }}"}, {"tokenizer.chat_template": 3}):
+            other = Tokenizer.from_metadata(metadata | unwritten)
+            assert other.eos_ids == {0}
+            assert other.decode([end]) == text
+        # A template may write any token; the names that end a turn are known.
+        begin = byte_level("gpt-2", ["hi"], [("<|user|>", USER_DEFINED)], eos_token_id=0)
+        assert Tokenizer.from_metadata(begin | {"tokenizer.chat_template": "<|user|>"}).eos_ids == {0}
+
+    def test_end_tokens_in_a_list(self) -> None:
+        metadata = byte_level("gpt-2", ["hi"], [("<|a|>", CONTROL), ("<|b|>", NORMAL)])
+        last = len(metadata["tokenizer.ggml.tokens"]) - 1
+        listed = metadata | {"tokenizer.ggml.eos_token_ids": [last - 1, last], "tokenizer.ggml.eos_token_id": 5}
+        assert Tokenizer.from_metadata(listed).eos_ids == {5, last - 1, last}
+
+    def test_end_tokens_of_glm4(self) -> None:
+        """What a user or a tool says next ends the model's turn; the file names both."""
+        extra = [("<|endoftext|>", CONTROL), ("<|user|>", CONTROL), ("<|observation|>", CONTROL), ("<sop>", CONTROL)]
+        metadata = byte_level("glm4", ["hi"], extra)
+        first = len(metadata["tokenizer.ggml.tokens"]) - 4
+        named = {"eos_token_id": first, "eot_token_id": first + 1, "eom_token_id": first + 2, "bos_token_id": first}
+        tokenizer = Tokenizer.from_metadata(metadata | {f"tokenizer.ggml.{key}": id_ for key, id_ in named.items()})
+        assert tokenizer.eos_ids == {first, first + 1, first + 2}
+        assert not tokenizer.adds_bos
+
 
 class TestScored:
     def pieces(self, tokenizer: Tokenizer, text: str, *, parse: bool = True) -> list[str]:
         ids = tokenizer.encode(text, add_special=True, parse_special=parse)
         return [tokenizer.token_text(i) for i in ids]
+
+    def test_phi3_takes_the_white_space_after_its_marks(self, llama: Tokenizer) -> None:
+        phi3 = Tokenizer.from_metadata(LLAMA | {"general.architecture": "phi3"})
+        assert self.pieces(phi3, "<|user|>\n hello</s> \nhello") == ["<s>", "<|user|>", "▁hello", "</s>", "▁hello"]
+        assert self.pieces(phi3, "<tool> hello") == ["<s>", "<tool>", "hello"]
+        assert self.pieces(phi3, "<s> hello") == ["<s>", "▁", "▁hello"]
+        assert self.pieces(llama, "<|user|>\nhello") == ["<s>", "<|user|>", "▁", "<0x0A>", "hello"]
+        # The white space is no token, so it must not count as one.
+        assert phi3.fewest_tokens("<|user|>" + "\n" * 10_000) < 3
+
+    def test_gemma_adds_no_space_and_ends_its_turns(self) -> None:
+        metadata = scored(
+            [*MARKS, *BYTE_PIECES, *LETTERS, *WORDS, ("<end_of_turn>", CONTROL, 0.0)],
+            add_space_prefix=False,
+            eos_token_id=2,
+        )
+        end = len(metadata["tokenizer.ggml.tokens"]) - 1
+        tokenizer = Tokenizer.from_metadata(metadata)
+        assert self.pieces(tokenizer, "hello<end_of_turn>hello") == ["<s>", "hello", "<end_of_turn>", "hello"]
+        assert tokenizer.eos_ids == {2, end}
 
     def test_best_pair_first(self, llama: Tokenizer) -> None:
         assert self.pieces(llama, "hello world") == ["<s>", "▁hello", "▁world"]
@@ -448,7 +536,7 @@ class TestDamage:
             (GPT2, "model", None, "is missing"),
             (GPT2, "model", 3, "is 3, not a text"),
             (GPT2, "model", "bert", "'bert' is not supported; gpt2"),
-            (GPT2, "pre", "deepseek-v3", "'deepseek-v3' is not supported; smollm, qwen2, llama-bpe"),
+            (GPT2, "pre", "deepseek-v3", "'deepseek-v3' is not supported; smollm, qwen2, "),
             (GPT2, "pre", ["gpt-2"], "not a text"),
             (GPT2, "tokens", None, "is missing"),
             (GPT2, "tokens", [], "is empty"),
@@ -467,6 +555,9 @@ class TestDamage:
             (GPT2, "bos_token_id", -1, "is -1, but"),
             (GPT2, "eot_token_id", "2", "is '2', not a token id"),
             (GPT2, "eom_token_id", True, "is True, not a token id"),
+            (GPT2, "eos_token_ids", 3, "is 3, not a list of token ids"),
+            (GPT2, "eos_token_ids[1]", [0, COUNT], f"is {COUNT}; the list holds token ids from 0 to {COUNT - 1}"),
+            (GPT2, "eos_token_ids[0]", [True], "is True"),
             (GPT2, "add_bos_token", 1, "is 1, not true or false"),
             (GPT2, "add_bos_token", True, "is true, but bos_token_id is missing"),
             (GPT2, "add_eos_token", True, "is true, but eos_token_id is missing"),
