@@ -318,6 +318,8 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        # When the program ends with its client open, the tasks that still wait here are no fault to report.
+        weakref.finalize(self, self.loop.set_exception_handler, _ignore)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="shardline-client", daemon=True)
         self._thread.start()
@@ -366,6 +368,10 @@ class _LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
         finally:
             self.loop.close()
+
+
+def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An exception handler of a loop that says nothing."""
 
 
 async def _cancel_others() -> None:
