@@ -77,7 +77,11 @@ cache = backend.allocate_kv(KVLayout(1, table.shape[1], 16, 1, dim, "float16"))
 weight = backend.upload(rng.standard_normal(dim, np.float32))
 backend.rope_kv_write(qkv, rows, rope, cache, 0, q_norm=weight, k_norm=weight, eps=1e-6)
 backend.paged_attention(qkv, rows, cache, 0, dim**-0.5, out)
-for array in (qkv, out):
+capped, wide_norm, sinks = (backend.upload(rng.standard_normal(n, np.float32)) for n in ((length, 3 * dim), 3 * dim, 3))
+backend.paged_attention(qkv, rows, cache, 0, dim**-0.5, capped, window=33, softcap=2.0, sinks=sinks)
+backend.add_rms_norm(capped, wide_norm, 1e-6, out, length)
+backend.soft_cap(capped, 0.5, length)
+for array in (qkv, out, capped):
     digest.update(backend.read(array).tobytes())
 
 count, vocab = 40, 3001
