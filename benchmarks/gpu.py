@@ -16,10 +16,10 @@ import numpy as np
 from cupy_backends.cuda.libs import nvrtc
 
 from shardline import __version__
-from shardline.kernels.cuda import tables, weights
+from shardline.kernels.cuda import experts, tables, weights
 from shardline.kernels.cuda.backend import CudaBackend
 from shardline.kernels.cuda.compile import HERE
-from shardline.kernels.cuda.pack import pad_to
+from shardline.kernels.cuda.pack import Format, blocks_of, pad_to
 
 RESULTS = Path(__file__).parent / "results"
 SOURCE = np.frombuffer(np.random.default_rng(0).bytes(1 << 24), np.uint32)
@@ -32,7 +32,37 @@ class BenchBackend(CudaBackend):
         self, channels: int, inputs: int, group_size: int, *, minimums: bool, gated: bool = False
     ) -> weights.CudaWeight:
         """A 4-bit matrix; a gated one has `channels` for each of gate and up."""
-        rows, blocks = pad_to(channels * (1 + gated), tables.PADDED_CHANNELS), weights.blocks_of(inputs)
+        both, blocks = channels * (1 + gated), blocks_of(inputs)
+        arrays = self._random_arrays(both, blocks, group_size, minimums)
+        part = weights.CudaPart(4, group_size, minimums, False, *arrays, both, 0, blocks)
+        kept: weights.CudaWeight = self._keep(weights.CudaWeight((part,), channels, inputs, gated))
+        return kept
+
+    def random_experts(
+        self, count: int, width: int, inputs: int, group_size: int, *, minimums: bool
+    ) -> experts.CudaExperts:
+        """Experts in 4 bits: gates and ups [width, inputs], downs [inputs, width]."""
+
+        def matrices(channels: int, blocks: int) -> experts.ExpertMatrices:
+            rows = pad_to(channels, tables.PADDED_CHANNELS)
+            arrays = self._random_arrays(count * rows, blocks, group_size, minimums)
+            # Padded channels alone come between two experts' own.
+            strides = [array.nbytes // count if array.size > 1 else 0 for array in arrays]
+            table = [[a.data.ptr + e * stride for a, stride in zip(arrays, strides, strict=True)] for e in range(count)]
+            form = Format(4, group_size, minimums, False)
+            return experts.ExpertMatrices(
+                form, cupy.asarray(np.array(table, np.uint64)), tuple(arrays), channels, blocks, None
+            )
+
+        gate_up = matrices(2 * width, blocks_of(inputs))
+        down = matrices(inputs, blocks_of(width))
+        made = experts.CudaExperts((gate_up,), down, "silu", None, None, None, count, width, inputs)
+        kept: experts.CudaExperts = self._keep(made)
+        return kept
+
+    def _random_arrays(self, channels: int, blocks: int, group_size: int, minimums: bool) -> tuple[Any, Any, Any]:
+        """Integers, scales and minimums of that many channels."""
+        rows = pad_to(channels, tables.PADDED_CHANNELS)
         words = rows * blocks * tables.BLOCK_K // 8
         scales = (rows // 16, blocks * tables.BLOCK_K // group_size, 8, 2)
         with self._stream:
@@ -41,10 +71,7 @@ class BenchBackend(CudaBackend):
             integers = cupy.tile(source, -(-words // source.size))[:words].copy()
             scale = cupy.asarray(np.resize(SOURCE.view(np.uint16) % 0x200 + 0x1C00, scales).astype(np.uint16))
             minimum = scale + np.uint16(0x8C00) if minimums else cupy.zeros(1, cupy.uint16)
-        part = weights.CudaPart(
-            4, group_size, minimums, False, integers, scale, minimum, channels * (1 + gated), 0, blocks
-        )
-        return self._keep(weights.CudaWeight((part,), channels, inputs, gated))
+        return integers, scale, minimum
 
     def seconds(self, issue: Callable[[], None], repeats: int = 7) -> list[float]:
         """Times of one recorded run of what `issue` enqueues, on the device's clock."""

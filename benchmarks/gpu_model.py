@@ -1,6 +1,6 @@
 """Decode and prefill of a whole model with random weights on one GPU, in one stage, through `Stage.run`.
 
-    python -m benchmarks.gpu_model
+    python -m benchmarks.gpu_model [--geometry qwen3-30b-a3b]
 
 Each sequence has a prompt of 128 tokens and decodes 64; the time of a step is from the plan to the tokens on the host.
 `graphs` are the device's times of the recorded layers and head: the rest of a step is copies, sampling and Python.
@@ -12,15 +12,19 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from benchmarks.gpu import RESULTS, BenchBackend, spread, surroundings, write
 
+from shardline.kernels import RouterRule
 from shardline.scheduler.params import SamplingParams
 from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan
 from shardline.stage import LayerSpec, ModelSpec, RopeSpec, Stage, StageSpec
+from shardline.stage.roles import matrix_shapes, vector_shapes
+from shardline.stage.spec import ExpertsSpec
 
 QWEN3_8B = ModelSpec(
     architecture="qwen3",
@@ -38,10 +42,39 @@ QWEN3_8B = ModelSpec(
     qk_norm="head",
     tied_embeddings=False,
 )
+QWEN3_30B_A3B = ModelSpec(
+    architecture="qwen3moe",
+    num_layers=48,
+    hidden_size=2048,
+    intermediate_size=0,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    context_length=4096,
+    norm_eps=1e-6,
+    layers=(LayerSpec(experts=True),) * 48,
+    ropes=(RopeSpec(1e6, 128, False),),
+    qk_norm="head",
+    tied_embeddings=False,
+    experts=ExpertsSpec(128, 768, RouterRule(8)),
+)
 PROMPT, DECODED, CONTEXT, BLOCK = 128, 64, 256, 16
 BATCHES = (1, 4, 16, 64, 128, 256)
 PREFILLS = (512, 2048)
-TARGETS = {1: 500, 4: 1900, 16: 6000, 64: 15000, 128: 20000, 256: 25000, "prefill": 20000}
+GEOMETRIES: dict[str, tuple[ModelSpec, dict[Any, int], str]] = {
+    "qwen3-8b": (
+        QWEN3_8B,
+        {1: 500, 4: 1900, 16: 6000, 64: 15000, 128: 20000, 256: 25000, "prefill": 20000},
+        "gpu_model.json",
+    ),
+    "qwen3-30b-a3b": (
+        QWEN3_30B_A3B,
+        {1: 500, 4: 1400, 16: 3200, 64: 9000, 128: 14000, 256: 20000},
+        "gpu_model_experts.json",
+    ),
+}
+"""Geometry, what decode and prefill should reach in tokens a second, and the results' file."""
 
 
 class Shapes:
@@ -50,26 +83,17 @@ class Shapes:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
 
-    def matrix(self, role: str, layer: int | None) -> tuple[int, int]:
+    def matrix(self, role: str, layer: int | None, expert: int | None = None) -> tuple[int, int]:
         """(N, K)."""
-        spec = self.spec
-        hidden, wide = spec.hidden_size, spec.intermediate_size
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        return {
-            "embed": (spec.vocab_size, hidden),
-            "head": (spec.vocab_size, hidden),
-            "q": (queries, hidden),
-            "k": (keys, hidden),
-            "v": (keys, hidden),
-            "o": (hidden, queries),
-            "gate": (wide, hidden),
-            "up": (wide, hidden),
-            "down": (hidden, wide),
-        }[role]
+        return matrix_shapes(self.spec, layer)[role]
 
     def vector(self, role: str, layer: int | None) -> Any:
-        """Ones."""
-        return np.ones(self.spec.head_dim if role in ("q_norm", "k_norm") else self.spec.hidden_size, np.float32)
+        """Ones; of a router, random numbers that spread rows over its experts."""
+        shape = vector_shapes(self.spec, layer)[role]
+        if role != "router":
+            return np.ones(shape, np.float32)
+        spread_out = np.random.default_rng([1, layer or 0]).standard_normal(shape)
+        return (spread_out / np.sqrt(shape[1])).astype(np.float32)
 
 
 class ModelBackend(BenchBackend):
@@ -82,6 +106,10 @@ class ModelBackend(BenchBackend):
 
     def load_gated(self, gate: Any, up: Any) -> Any:
         return self.random(*gate, self.group_size, minimums=self.minimums, gated=True)
+
+    def load_experts(self, experts: Iterable[Any], **options: Any) -> Any:
+        shapes = [expert.gate for expert in experts]
+        return self.random_experts(len(shapes), *shapes[0], self.group_size, minimums=self.minimums)
 
 
 class Run:
@@ -175,21 +203,23 @@ def decode(run: Run, batch: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-8b")
     parser.add_argument("--group-size", type=int, default=128, help="128 without minimums, smaller with")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--commit")
-    parser.add_argument("--results", type=Path, default=RESULTS / "gpu_model.json")
+    parser.add_argument("--results", type=Path)
     given = parser.parse_args()
     out = sys.stdout.write
-    run = Run(QWEN3_8B, given.group_size)
-    out(f"Qwen3-8B's geometry, group {given.group_size}: {run.backend.resident_bytes() / 1e9:.2f} GB resident\n")
+    spec, targets, results = GEOMETRIES[given.geometry]
+    run = Run(spec, given.group_size)
+    out(f"{given.geometry}, group {given.group_size}: {run.backend.resident_bytes() / 1e9:.2f} GB resident\n")
     rows = []
     for batch in given.batches:
         row = decode(run, batch)
         rows.append(row)
         graphs = row["graphs"]
         out(
-            f"decode {batch:4d}: {row['tokens_per_second']:7.0f} tok/s (target {TARGETS.get(batch, 0)}), step "
+            f"decode {batch:4d}: {row['tokens_per_second']:7.0f} tok/s (target {targets.get(batch, 0)}), step "
             f"{row['step_seconds']['median'] * 1e3:.2f} ms ({row['step_seconds']['least'] * 1e3:.2f} to "
             f"{row['step_seconds']['most'] * 1e3:.2f}), layers {graphs['layers'] * 1e3:.2f}, head "
             f"{graphs['head'] * 1e3:.2f}\n"
@@ -203,15 +233,15 @@ def main() -> None:
         times = times[2:]
         rate = rows_a_step / statistics.median(times)
         prefills.append({"rows": rows_a_step, "seconds": spread(times), "tokens_per_second": rate})
-        out(f"prefill {rows_a_step:4d} rows a step: {rate:7.0f} tok/s (target {TARGETS['prefill']})\n")
+        out(f"prefill {rows_a_step:4d} rows a step: {rate:7.0f} tok/s (target {targets.get('prefill', 0)})\n")
     report = surroundings(given.commit) | {
-        "geometry": "Qwen3-8B",
+        "geometry": given.geometry,
         "group_size": given.group_size,
-        "targets": {str(key): value for key, value in TARGETS.items()},
+        "targets": {str(key): value for key, value in targets.items()},
         "decode": rows,
         "prefill": prefills,
     }
-    write(given.results, report)
+    write(given.results or RESULTS / results, report)
 
 
 if __name__ == "__main__":

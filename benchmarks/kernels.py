@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from benchmarks.gpu import RESULTS, BenchBackend, limits, spread, surroundings, write
 
-from shardline.kernels import KVLayout, Rows
+from shardline.kernels import KVLayout, RouterRule, Rows
 
 SHAPES = ((4096, 4096), (12288, 4096), (4096, 12288), (8192, 8192), (151936, 4096))
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
@@ -116,6 +116,41 @@ def attention(backend: BenchBackend, sequences: int, context: int) -> dict[str, 
     return {"sequences": sequences, "context": context, "kv_bytes": read, "seconds": spread(times)}
 
 
+def mixture(backend: BenchBackend, tokens: tuple[int, ...], group_size: int) -> list[dict[str, Any]]:
+    """One row a number of tokens: a layer of Qwen3-30B-A3B's experts, 128 of 768 on 2048 channels, 8 a token."""
+    count, chosen, width, hidden = 128, 8, 768, 2048
+    layers = [backend.random_experts(count, width, hidden, group_size, minimums=group_size < 128) for _ in range(2)]
+    rng = np.random.default_rng(2)
+    router = backend.upload((rng.standard_normal((count, hidden)) / np.sqrt(hidden)).astype(np.float32))
+    rule, rows = RouterRule(chosen), []
+    for m in tokens:
+        x, out = backend.activations(m, hidden), backend.upload(np.zeros((m, hidden), np.float32))
+        backend.write(x, rng.standard_normal((m, hidden)).astype(np.float32))
+        ids, shares = backend.empty((m, chosen), "int32"), backend.empty((m, chosen), "float32")
+        backend.route(x, router, rule, ids, shares, m)
+        used = len(np.unique(backend.read(ids)))
+
+        def route(x: Any = x, ids: Any = ids, shares: Any = shares, m: int = m) -> None:
+            for _ in layers:
+                backend.route(x, router, rule, ids, shares, m)
+
+        def mlp(x: Any = x, ids: Any = ids, shares: Any = shares, out: Any = out, m: int = m) -> None:
+            for layer in layers:
+                backend.expert_mlp(x, layer, ids, shares, out, m)
+
+        rows.append(
+            {
+                "tokens": m,
+                "experts_used": used,
+                "weight_bytes": layers[0].nbytes * used // count,
+                "operations": 6 * m * chosen * width * hidden,
+                "route_seconds": spread([seconds / len(layers) for seconds in backend.seconds(route)]),
+                "seconds": spread([seconds / len(layers) for seconds in backend.seconds(mlp)]),
+            }
+        )
+    return rows
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,12 +197,22 @@ def main() -> None:
             f"attention {sequences:3d} x {context:5d}: {row['seconds']['median'] * 1e6:7.1f} us, "
             f"{row['kv_bytes'] / 1e6:.0f} MB, {row['of_copy']:.0%} of copy\n"
         )
+    mixtures = mixture(backend, tokens, given.group_size)
+    for row in mixtures:
+        seconds = row["seconds"]["median"]
+        row["of_roof"] = max(row["weight_bytes"] / copy, row["operations"] / flops) / seconds
+        out(
+            f"experts 8 of 128, {row['tokens']:4d} tokens: {seconds * 1e6:7.1f} us for {row['experts_used']} experts' "
+            f"{row['weight_bytes'] / 1e6:.0f} MB, {row['operations'] / seconds / 1e12:4.0f} TFLOP/s, "
+            f"{row['of_roof']:.0%} of the roof; router {row['route_seconds']['median'] * 1e6:.1f} us\n"
+        )
     report = surroundings(given.commit) | {
         "group_size": given.group_size,
         "copy_bytes_per_second": copy,
         "mma_flops": flops,
         "products": products,
         "attention": attentions,
+        "experts": mixtures,
     }
     write(given.results, report)
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from shardline.kernels.backend import KVLayout
 from shardline.kernels.cuda import tables
-from shardline.kernels.cuda.pack import pad_to
-from shardline.kernels.cuda.weights import blocks_of
+from shardline.kernels.cuda.pack import blocks_of, pad_to
 
 
 @dataclass(frozen=True, slots=True)

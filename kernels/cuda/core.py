@@ -16,6 +16,7 @@ from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.arrays import Activations, CudaKVCache, new_activations
 from shardline.kernels.cuda.device import OLDEST_ARCH
 from shardline.kernels.cuda.modules import Launcher, Modules
+from shardline.kernels.cuda.pack import Packer
 
 MAX_GRAPHS = 64
 """Recorded steps that a backend keeps; the longest unused is forgotten."""
@@ -42,6 +43,7 @@ class CudaCore(Backend):
         self._processors = int(self._device.attributes["MultiProcessorCount"])
         self._modules = Modules(self.arch, cubin_cache)
         self._launcher = Launcher(self.arch)
+        self._packer = Packer(self._launch)
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._capturing = False

@@ -14,9 +14,9 @@ from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.arrays import Activations
 from shardline.kernels.cuda.core import address, float32, int32
 from shardline.kernels.cuda.experts import CudaExperts, ExpertMatrices
+from shardline.kernels.cuda.pack import TILE
 from shardline.kernels.cuda.products import ACTIVATIONS, ProductOps
 from shardline.kernels.cuda.tables import ExpertPlan
-from shardline.kernels.cuda.weights import TILE
 from shardline.kernels.errors import UnsupportedOperationError
 from shardline.kernels.experts import Activation, Expert, RouterRule
 
@@ -46,7 +46,7 @@ class ExpertOps(ProductOps):
         down_bias: Array | None = None,
     ) -> Weight:
         with self._stream:
-            weight = resident.load(experts, activation, gate_bias, up_bias, down_bias)
+            weight = resident.load(experts, activation, gate_bias, up_bias, down_bias, self._packer)
         checks.expert_biases(weight.count, weight.width, weight.inputs, gate_bias, up_bias, down_bias)
         self._modules.start("dispatch")
         for matrices, joined in ((weight.gate_up[0], len(weight.gate_up) == 1), (weight.down, False)):

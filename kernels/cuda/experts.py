@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.kernels.cuda.pack import pad_to
-from shardline.kernels.cuda.weights import (
+from shardline.kernels.cuda.pack import (
+    CENTRES,
     Format,
-    Packed,
+    Packer,
+    Shape,
     can_interleave,
-    minimums_of_centre,
-    pack,
-    pack_gated,
+    order_of,
+    pad_to,
+    shape_of,
     tiles_of,
 )
 from shardline.kernels.errors import UnsupportedOperationError
 from shardline.kernels.experts import Activation, Expert
+from shardline.kernels.matrix import GroupedMatrix
 
 MOST_EXPERTS = 512
 """Of one layer: what route.cu compares, and the counts that dispatch.cu keeps in shared memory."""
@@ -93,82 +95,91 @@ class CudaExperts:
 class _Stack:
     """Grows by an expert's matrix at a time."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, packer: Packer) -> None:
         self._name = name
-        self._format: Format | None = None
+        self._packer = packer
+        self._shape: Shape | None = None
         self._chunks: list[Any] = []
         self._orders: list[NDArray[np.int32] | None] = []
         self._count = 0
 
-    def add(self, packed: Packed) -> None:
-        if self._format is None:
-            self._format, self._channels, self._blocks = packed.format, packed.channels, packed.blocks
-            self._scales = packed.scale.shape
+    def add(self, run: Sequence[GroupedMatrix], *, gated: bool = False) -> None:
+        """A matrix, or a gate and an up of one format."""
+        if self._shape is None:
+            self._shape = shape_of(run, gated=gated)
             self._lay_out()
-        if self._format.has_minimum:
-            packed = packed.with_minimum()
-        elif packed.format.has_minimum and packed.format == Format(
-            self._format.bits, self._format.group_size, True, self._format.scale_f32
-        ):
+        shape = shape_of(run, gated=gated, minimums=self._shape.format.has_minimum)
+        if shape.format == replace(self._shape.format, has_minimum=True) != self._shape.format:
             self._give_minimums()
-        shape = packed.format, packed.channels, packed.blocks
-        if shape != (self._format, self._channels, self._blocks):
+        if (shape.format, shape.channels, shape.inputs) != (
+            self._shape.format,
+            self._shape.channels,
+            self._shape.inputs,
+        ):
             raise UnsupportedOperationError(f"experts of one layer in different formats ({self._name})", "cuda")
-        self._put(self._count, packed.integers, packed.scale, packed.minimum)
-        self._orders.append(packed.order)
+        start = self._place(self._count)
+        places = [start + place for place in (*self._places, 0)][:3]
+        self._packer.pack(run, shape, *places, gated=gated)
+        self._orders.append(order_of(run[0]))
         self._count += 1
 
     def finish(self) -> ExpertMatrices:
-        assert self._format is not None, "a layer without experts"
+        assert self._shape is not None, "a layer without experts"
         used = self._count - (len(self._chunks) - 1) * self._a_chunk
         if used < self._a_chunk:
             self._chunks[-1] = _copied(self._chunks[-1], used)
         table = np.zeros((self._count, 3), np.uint64)  # a minimum that there is not stays at 0
         for expert in range(self._count):
-            chunk, row = divmod(expert, self._a_chunk)
-            start = self._chunks[chunk].data.ptr + row * self._places[-1]
-            table[expert, : len(self._places) - 1] = [start + place for place in self._places[:-1]]
+            table[expert, : len(self._places) - 1] = [self._place(expert) + place for place in self._places[:-1]]
         orders = None
         if any(order is not None for order in self._orders):
-            plain = np.arange(self._blocks * 64, dtype=np.int32)
+            plain = np.arange(self._shape.blocks * 64, dtype=np.int32)
             orders = cupy.asarray(np.stack([plain if order is None else order for order in self._orders]))
         return ExpertMatrices(
-            self._format, cupy.asarray(table), tuple(self._chunks), self._channels, self._blocks, orders
+            self._shape.format,
+            cupy.asarray(table),
+            tuple(self._chunks),
+            self._shape.channels,
+            self._shape.blocks,
+            orders,
         )
 
     def _lay_out(self) -> None:
         """Where integers, scales and, if there are any, minimums of an expert start in its bytes; and their number."""
-        assert self._format is not None
-        scale = int(np.prod(self._scales)) * (4 if self._format.scale_f32 else 2)
-        integers = tiles_of(self._channels) * 16 * self._blocks * 64 * self._format.bits // 8
-        self._places = [0]
-        for size in (integers, scale, scale) if self._format.has_minimum else (integers, scale):
+        assert self._shape is not None
+        shape, self._places = self._shape, [0]
+        scales = [shape.scale_bytes] * (1 + shape.format.has_minimum)
+        for size in (shape.integer_bytes, *scales):
             self._places.append(pad_to(self._places[-1] + size, _ALIGNMENT))
         self._a_chunk = max(1, CHUNK_BYTES // self._places[-1])
 
-    def _put(self, expert: int, *arrays: NDArray[Any]) -> None:
+    def _place(self, expert: int) -> int:
+        """The address of an expert's bytes; the next one's chunk is made when it is asked for."""
         chunk, row = divmod(expert, self._a_chunk)
         if chunk == len(self._chunks):
             self._chunks.append(cupy.empty((self._a_chunk, self._places[-1]), cupy.uint8))
-        # A minimum that nobody reads has no place.
-        for array, place in zip(arrays, self._places[:-1], strict=False):
-            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            self._chunks[chunk][row, place : place + raw.size].set(raw, stream=cupy.cuda.get_current_stream())
+        return int(self._chunks[chunk].data.ptr) + row * self._places[-1]
 
     def _give_minimums(self) -> None:
-        """An expert has minimums of its own: those before it get the ones that change nothing."""
-        assert self._format is not None
-        before, places, a_chunk = self._chunks, self._places, self._a_chunk
-        self._format = Format(self._format.bits, self._format.group_size, True, self._format.scale_f32)
+        """An expert has minimums of its own: those before it get the ones that stand for their zero point."""
+        assert self._shape is not None
+        before, a_chunk, form = self._chunks, self._a_chunk, self._shape.format
+        sizes = self._shape.integer_bytes, self._shape.scale_bytes
+        places = self._places
+        self._shape = replace(self._shape, format=replace(form, has_minimum=True))
         self._chunks = []
         self._lay_out()
-        dtype = np.dtype(np.float32 if self._format.scale_f32 else np.float16)
-        size = int(np.prod(self._scales)) * dtype.itemsize
         for expert in range(self._count):
             chunk, row = divmod(expert, a_chunk)
             old = before[chunk][row].get()
-            scale = old[places[1] : places[1] + size].view(dtype)
-            self._put(expert, old[: places[1]], scale, minimums_of_centre(scale, self._format.bits))
+            integers, scale = (old[place : place + size] for place, size in zip(places, sizes, strict=False))
+            values = scale.view(np.float32 if form.scale_f32 else np.float16)
+            # Where they are now, the zero point is the centre. A power of two times the scale: exact.
+            minimum = (values * values.dtype.type(-CENTRES[form.bits])).view(np.uint8)
+            self._place(expert)
+            new, row = self._chunks[-1], expert % self._a_chunk
+            for place, array in zip(self._places, (integers, scale, minimum), strict=False):
+                new[row, place : place + array.size].set(array, stream=cupy.cuda.get_current_stream())
 
 
 def load(
@@ -177,23 +188,24 @@ def load(
     gate_bias: Any,
     up_bias: Any,
     down_bias: Any,
+    packer: Packer,
 ) -> CudaExperts:
     """Bring them to the device as they come. Raises UnsupportedOperationError."""
     gate_up: Sequence[_Stack] = ()
-    down, count, width, inputs = _Stack("down"), 0, 0, 0
+    down, count, width, inputs = _Stack("down", packer), 0, 0, 0
     for expert in experts:
         joined = can_interleave(expert.gate, expert.up)
         if count == 0:
             width, inputs = expert.gate.shape
-            gate_up = [_Stack("gate and up")] if joined else [_Stack("gate"), _Stack("up")]
+            gate_up = [_Stack(name, packer) for name in (("gate and up",) if joined else ("gate", "up"))]
         if joined and len(gate_up) == 1:
-            gate_up[0].add(pack_gated(expert.gate, expert.up))
+            gate_up[0].add([expert.gate, expert.up], gated=True)
         elif len(gate_up) == 2:
-            gate_up[0].add(pack([expert.gate]))
-            gate_up[1].add(pack([expert.up]))
+            gate_up[0].add([expert.gate])
+            gate_up[1].add([expert.up])
         else:
             raise UnsupportedOperationError("experts of one layer in different formats (gate and up)", "cuda")
-        down.add(pack([expert.down]))
+        down.add([expert.down])
         count += 1
         if count > MOST_EXPERTS:
             raise UnsupportedOperationError(f"more than {MOST_EXPERTS} experts a layer", "cuda")

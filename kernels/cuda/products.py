@@ -13,6 +13,7 @@ from shardline.kernels.backend import Array, Weight
 from shardline.kernels.cuda import tables, weights
 from shardline.kernels.cuda.arrays import Activations
 from shardline.kernels.cuda.core import PREPARE_THREADS, CudaCore, address, float32, int32
+from shardline.kernels.cuda.pack import TILE
 from shardline.kernels.experts import Activation
 from shardline.kernels.matrix import GroupedMatrix
 
@@ -30,11 +31,11 @@ class ProductOps(CudaCore):
 
     def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
         with self._stream:
-            return self._kept_product(weights.load(parts))
+            return self._kept_product(weights.load(parts, self._packer))
 
     def load_gated(self, gate: GroupedMatrix, up: GroupedMatrix) -> Weight:
         with self._stream:
-            return self._kept_product(weights.load_gated(gate, up))
+            return self._kept_product(weights.load_gated(gate, up, self._packer))
 
     def _kept_product(self, weight: weights.CudaWeight) -> weights.CudaWeight:
         for part in weight.parts:
@@ -220,7 +221,7 @@ class ProductOps(CudaCore):
         num_slices = tables.slices(part.blocks)
         launch = tables.linear_launch(
             rows,
-            part.tiles * weights.TILE,
+            part.tiles * TILE,
             part.blocks,
             part.bits,
             part.group_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,6 +62,11 @@ FORMATS = [
 ]
 
 
+EXPERTS = [form.defines | {"EXPERTS": 1, "IS_GATED": 0} for form in FORMATS] + [
+    form.defines | {"EXPERTS": 1, "IS_GATED": 1, "ACTIVATION": 0, "GATED_BIAS": 0} for form in FORMATS
+]
+"""What products of experts are compiled for."""
+
 PORTABLE = (FORMATS[0], FORMATS[3], FORMATS[7])
 """Formats whose products are also compiled without Hopper's instructions, as other cards have them."""
 
@@ -93,9 +99,10 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     cache: Path = tmp_path_factory.mktemp("kernels")
     backend = CudaBackend(0, cache)
-    wanted = [f.defines for f in FORMATS] + [f.defines | {"PORTABLE": 1} for f in PORTABLE]
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        list(pool.map(lambda defines: compile_kernels("linear", defines, backend.arch, cache), wanted))
+    wanted = [("linear", f.defines) for f in FORMATS] + [("linear", f.defines | {"PORTABLE": 1}) for f in PORTABLE]
+    wanted += [("experts", defines) for defines in EXPERTS]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source: compile_kernels(*source, backend.arch, cache), wanted))
     yield backend
     backend.close()
 

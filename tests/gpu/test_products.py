@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+
+from shardline.kernels import UnsupportedOperationError
 
 pytestmark = pytest.mark.gpu
 POISON = np.uint32(0x7FCABCDE)
@@ -42,12 +45,12 @@ def product(cuda: Any, poisoned: Callable[..., Any], x: Any, weight: Any, rows: 
     return bits[:rows]
 
 
-def gated(cuda: Any, x: Any, weight: Any, rows: int) -> np.ndarray:
+def gated(cuda: Any, x: Any, weight: Any, rows: int, **options: Any) -> np.ndarray:
     out = cuda.activations(rows, weight.channels)
     with cuda._stream:
         out.fragments.fill(0x7E557E55)
         out.values.fill(np.nan)
-    cuda.gated_linear(x, weight, out, rows)
+    cuda.gated_linear(x, weight, out, rows, **options)
     return cuda.read(out)
 
 
@@ -152,6 +155,91 @@ def test_gated_against_float64(cuda: Any, prepared: Callable[..., Any], weights:
         error += np.abs(wanted) * np.maximum(np.abs(g), 1) * 2.0**-21
         error += np.abs(wanted).max(axis=1, keepdims=True) * 2.0**-28
         assert (np.abs(got - wanted) <= error).all()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_activations_and_biases_in_every_tile(
+    cuda: Any, prepared: Callable[..., Any], formats: Any, forced: Any, activation: str, biases: bool
+) -> None:
+    from shardline.kernels.cuda.weights import blocks_of
+
+    weights, channels, inputs = formats(4, 32, "float16", None), 112, 640
+    gate, up = weights.matrix(channels, inputs, 1), weights.matrix(channels, inputs, 2)
+    gate_up = cuda.load_gated(gate, up)
+    both = (np.random.default_rng(11).standard_normal(2 * channels) * 3).astype(np.float32) * biases
+    options = {"activation": activation, "bias": cuda.upload(both) if biases else None}
+    for rows in (1, 9, 40):
+        x, seen = prepared(rows_of(12, rows, inputs) / 100)
+        (g, g_error), (u, u_error) = expected(seen, gate), expected(seen, up)
+        g, u = g + both[:channels], u + both[channels:]
+        with np.errstate(over="ignore"):
+            if activation == "silu":
+                wanted = g / (1 + np.exp(-g)) * u
+            elif activation == "gelu_tanh":
+                wanted = g * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * u
+            else:
+                low = np.minimum(g, 7)
+                wanted = low / (1 + np.exp(-1.702 * low)) * (np.clip(u, -7, 7) + 1)
+        error = 1.2 * g_error * (np.abs(u) + 8) + (np.abs(g) + 8) * u_error + np.abs(wanted) * 2.0**-10
+        error += np.abs(wanted) * np.maximum(np.abs(g), 1) * 2.0**-18
+        error += np.abs(wanted).max(axis=1, keepdims=True) * 2.0**-28
+        results = {}
+        for name in forced(rows, gate_up.parts[0].tiles * 16, blocks_of(inputs), weights, is_gated=True):
+            results[name] = gated(cuda, x, gate_up, rows, **options)
+        first = next(iter(results.values()))
+        assert (np.abs(first - wanted) <= error).all()
+        assert not [name for name, result in results.items() if not np.array_equal(result, first)]
+        # Kept apart, as where a gate and an up are of different formats, they give the same bits.
+        apart = cuda.load_gated(gate, up)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shardline.kernels.cuda.weights.can_interleave", lambda *_: False)
+            apart = cuda.load_gated(gate, up)
+        assert apart.apart
+        assert np.array_equal(gated(cuda, x, apart, rows, **options), first)
+
+
+def test_a_gate_and_an_up_of_different_formats(cuda: Any, prepared: Callable[..., Any], formats: Any) -> None:
+    gate = formats(4, 32, "float16", None).matrix(100, 640, 1)
+    up = formats(8, 16, "float32", 32).matrix(100, 640, 2)
+    gate_up = cuda.load_gated(gate, up)
+    for rows in (1, 40):
+        x, seen = prepared(rows_of(13, rows, 640) / 100)
+        (g, g_error), (u, u_error) = expected(seen, gate), expected(seen, up)
+        with np.errstate(over="ignore"):
+            wanted = g / (1 + np.exp(-g)) * u
+        error = 1.1 * g_error * np.abs(u) + np.abs(g) * u_error + np.abs(wanted) * 2.0**-10
+        error += np.abs(wanted) * np.maximum(np.abs(g), 1) * 2.0**-21
+        error += np.abs(wanted).max(axis=1, keepdims=True) * 2.0**-28
+        assert (np.abs(gated(cuda, x, gate_up, rows) - wanted) <= error).all()
+
+
+def test_ordered_columns_give_the_bits_of_ordered_channels(
+    cuda: Any, poisoned: Callable[..., Any], prepared: Callable[..., Any], weights: Any
+) -> None:
+    rng, inputs = np.random.default_rng(14), 640
+    plain = [weights.matrix(channels, inputs, channels) for channels in (96, 32, 33)]
+    first, second = (rng.permutation(inputs).astype(np.int32) for _ in range(2))
+    orders = (first, None, second)
+    parts = [replace(part, input_order=order) for part, order in zip(plain, orders, strict=True)]
+    weight = cuda.load_matrix(parts)
+    gate_up = cuda.load_gated(*(replace(weights.matrix(48, inputs, seed), input_order=first) for seed in (1, 2)))
+    plain_gate_up = cuda.load_gated(weights.matrix(48, inputs, 1), weights.matrix(48, inputs, 2))
+    for rows in (1, 12, 70):
+        values = rows_of(15, rows, inputs)
+        x, _ = prepared(values)
+        wanted = []
+        for part, order in zip(plain, orders, strict=True):
+            own, _ = prepared(values if order is None else np.ascontiguousarray(values[:, order]))
+            wanted.append(product(cuda, poisoned, own, cuda.load_matrix([part]), rows))
+        assert np.array_equal(product(cuda, poisoned, x, weight, rows), np.concatenate(wanted, axis=1))
+        own, _ = prepared(np.ascontiguousarray(values[:, first]))
+        assert np.array_equal(gated(cuda, x, gate_up, rows), gated(cuda, own, plain_gate_up, rows))
+
+
+def test_groups_of_16_with_minimums_are_refused(cuda: Any, formats: Any) -> None:
+    with pytest.raises(UnsupportedOperationError, match="groups of 16 with minimums of their own"):
+        cuda.load_matrix([formats(4, 16, "float16", None).matrix(64, 256)])
 
 
 @pytest.mark.parametrize("inputs", [256, 640, 4096, 5120])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,128 @@ def test_gathered_rows_are_the_rows(cuda: Any, poisoned: Callable[..., Any]) -> 
     out = poisoned(33, 777)
     cuda.gather_rows(cuda.upload(x), cuda.upload(indices), out, 33)
     assert np.array_equal(cuda.read(out), x[indices])
+
+
+def test_scaled_embedding_of_ordered_columns(cuda: Any, poisoned: Callable[..., Any], weights: Any) -> None:
+    plain = weights.matrix(331, 640)
+    order = np.random.default_rng(10).permutation(640).astype(np.int32)
+    ids = np.random.default_rng(11).integers(331, size=40).astype(np.int32)
+    device_ids, scale = cuda.upload(ids), 1.7320508
+    expected = poisoned(40, 640)
+    cuda.embedding(device_ids, cuda.load_matrix([plain]), expected, 40)
+    once = cuda.read(expected)
+    for input_order in (None, order):
+        weight = cuda.load_matrix([replace(plain, input_order=input_order)])
+        for factor in (1.0, scale):
+            out = poisoned(43, 640)
+            cuda.embedding(device_ids, weight, out, 40, scale=factor)
+            got = cuda.read(out)
+            # Column j is channel order[j].
+            columns = got[:40] if input_order is None else got[:40, input_order]
+            assert np.array_equal(columns, once * np.float32(factor))
+            assert (got[40:].view(np.uint32) == 0x7FCABCDE).all()
+
+
+@pytest.mark.parametrize("channels", [64, 576, 2044, 2048, 4096])
+def test_added_norm_against_float64_and_in_any_company(cuda: Any, channels: int) -> None:
+    most = max(COUNTS)
+    x, before = rows_of(12, most, channels), rows_of(13, most, channels)
+    x[7, 5], x[9] = np.nan, 0
+    weight = np.random.default_rng(14).uniform(0.2, 2, channels).astype(np.float32)
+    device_weight = cuda.upload(weight)
+
+    def added(chosen: np.ndarray) -> np.ndarray:
+        out = cuda.upload(np.concatenate([before[chosen], before[:2]]))
+        cuda.add_rms_norm(cuda.upload(x[chosen]), device_weight, 1e-5, out, len(chosen))
+        got: np.ndarray = cuda.read(out)
+        assert np.array_equal(got[len(chosen) :], before[:2])
+        return got[: len(chosen)]
+
+    alone = np.concatenate([added(np.array([row])) for row in range(most)])
+    wide = x.astype(np.float64)
+    normed = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * weight
+    fine = np.arange(most) != 7
+    error = np.abs(normed) * 2.0**-20 + np.abs(before + normed) * 2.0**-23
+    assert (np.abs(alone - (before + normed)) <= error)[fine].all()
+    assert np.isnan(alone[7]).all()
+    rng = np.random.default_rng(15)
+    for count in COUNTS:
+        chosen = rng.permutation(most)[:count]
+        assert np.array_equal(added(chosen), alone[chosen], equal_nan=True), count
+
+
+def test_soft_cap_against_float64(cuda: Any) -> None:
+    for rows, columns in ((1, 7), (3, 1023), (5, 32003)):
+        x = rows_of(16, rows + 1, columns) / 1e4
+        device = cuda.upload(x)
+        cuda.soft_cap(device, 30.0, rows)
+        got = cuda.read(device)
+        wanted = 30 * np.tanh(x.astype(np.float64) / 30)
+        assert (np.abs(got - wanted)[:rows] <= np.abs(wanted[:rows]) * 2.0**-21 + 1e-37).all()
+        assert np.array_equal(got[rows:], x[rows:])
+        alone = cuda.upload(x[:1])
+        cuda.soft_cap(alone, 30.0, 1)
+        assert np.array_equal(cuda.read(alone)[0], got[0])
+
+
+@pytest.mark.parametrize(("inputs", "channels"), [(256, 64), (576, 576), (2048, 2048), (5120, 260)])
+def test_added_gated_rows_against_float64_and_in_any_company(
+    cuda: Any, prepared: Callable[..., Any], inputs: int, channels: int
+) -> None:
+    most = max(COUNTS)
+    rng = np.random.default_rng([17, inputs])
+    x = (rng.standard_normal((most, inputs)) * rng.uniform(0.1, 3, (most, 1))).astype(np.float32)
+    gate = (rng.standard_normal(inputs) / np.sqrt(inputs)).astype(np.float32)
+    y, before = (rng.standard_normal((most, channels)).astype(np.float32) for _ in range(2))
+    device_gate = cuda.upload(gate)
+
+    def added(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        activations, seen = prepared(x[chosen])
+        out = cuda.upload(np.concatenate([before[chosen], before[:2]]))
+        cuda.add_gated(activations, device_gate, cuda.upload(y[chosen]), out, len(chosen))
+        got = cuda.read(out)
+        assert np.array_equal(got[len(chosen) :], before[:2])
+        return got[: len(chosen)], seen
+
+    whole, seen = added(np.arange(most))
+    share = 1 / (1 + np.exp(-(seen.astype(np.float64) @ gate)))
+    assert (np.abs(whole - (before + share[:, None] * y)) <= 2e-6 * (1 + np.abs(y))).all()
+    for count in COUNTS:
+        chosen = rng.permutation(most)[:count]
+        assert np.array_equal(added(chosen)[0], whole[chosen]), count
+
+
+@pytest.mark.parametrize(("head_dim", "query_heads", "kv_heads"), [(64, 16, 16), (128, 16, 4), (80, 3, 1)])
+def test_norm_over_all_heads_of_a_row(cuda: Any, head_dim: int, query_heads: int, kv_heads: int) -> None:
+    rng = np.random.default_rng([18, head_dim])
+    count, queries, keys = 19, query_heads * head_dim, kv_heads * head_dim
+    cache = cuda.allocate_kv(KVLayout(1, 4, 16, kv_heads, head_dim, "float16"))
+    qkv = rows_of(19, count, queries + 2 * keys) / 1e3
+    q_norm, k_norm = (rng.uniform(0.5, 2, n).astype(np.float32) for n in (queries, keys))
+    device_norms = {"q_norm": cuda.upload(q_norm), "k_norm": cuda.upload(k_norm), "eps": 1e-6}
+
+    def written(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        upload, slots = cuda.upload, np.arange(len(chosen), dtype=np.int32)
+        rows = Rows(len(chosen), upload(slots), upload(slots), upload(0 * slots), upload(np.zeros((1, 4), np.int32)))
+        device = upload(qkv[chosen])
+        # Without a rope nothing turns.
+        cuda.rope_kv_write(device, rows, None, cache, 0, **device_norms)
+        pool = cuda.read(cache.keys).view(np.float16)[0].transpose(0, 2, 1, 3).reshape(64, keys)
+        return cuda.read(device), pool[: len(chosen)].astype(np.float64)
+
+    got, pool = written(np.arange(count))
+    for values, first, size, weight, error in (
+        (got, 0, queries, q_norm, 2.0**-20),
+        (pool, queries, keys, k_norm, 2.0**-10.9),
+    ):
+        wide = qkv[:, first : first + size].astype(np.float64)
+        wanted = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-6) * weight
+        assert (np.abs(values[:, :size] - wanted) <= np.abs(wanted) * error + 1e-7).all()
+    assert np.array_equal(got[:, queries + keys :], qkv[:, queries + keys :])
+    for row in range(count):
+        alone, own_pool = written(np.array([row]))
+        assert np.array_equal(alone[0], got[row])
+        assert np.array_equal(own_pool[0], pool[row])
 
 
 @pytest.mark.parametrize(
