@@ -17,12 +17,7 @@
 //
 // qkv [rows, (Hq + 2 Hkv) * HEAD_DIM] float32, queries turned already. Cache [blocks][Hkv][block size][HEAD_DIM] half.
 // tiles int32 [tiles][2]: first row, number of rows (0: none). Block size a power of two from 8; G <= 16.
-// Define: HEAD_DIM, a multiple of 16 up to 256; and each 0 or 1, 0 if there is none:
-//   WINDOW   a row sees its last `window` positions, its own included. Splits are absolute as before: a tile walks those from its first row's
-//            first position on, and neither reads the table nor the cache before that. A masked position counts exactly nothing, so where
-//            the walk starts changes no bit.
-//   SOFTCAP  a score s becomes cap * tanh(s / cap); scale_log2e is 2 log2(e) times the scale over the cap.
-//   SINKS    a head's sink is merged before its first split, as a split of sum 1 and values 0.
+// Defines: HEAD_DIM, a multiple of 16 up to 256; those of attention_kinds.cuh.
 
 constexpr int KV_TILE = 64, SPLIT_TILES = 4, THREADS = 128;
 constexpr int ROW_BYTES = HEAD_DIM * 2 + 16;  // the odd 16 bytes spread a column over the banks
@@ -33,37 +28,6 @@ constexpr int COLUMN_TILES = HEAD_DIM / 8;       // 8-wide tiles of the output
 constexpr int OWN_COLUMNS = (COLUMN_TILES + 3) / 4;
 constexpr int BLOCKS = HEAD_DIM <= 64 ? 4 : HEAD_DIM <= 128 ? 3 : 2;  // that a multiprocessor should hold
 constexpr float FAR = -1e30f;
-
-#ifndef WINDOW
-#define WINDOW 0
-#endif
-#ifndef SOFTCAP
-#define SOFTCAP 0
-#endif
-#ifndef SINKS
-#define SINKS 0
-#endif
-#if WINDOW
-#define WINDOW_PARAMETER , int window
-#define WINDOW_ARGUMENT , window
-#else
-#define WINDOW_PARAMETER
-#define WINDOW_ARGUMENT
-#endif
-#if SOFTCAP
-#define CAP_PARAMETER , float cap_log2e
-#define CAP_ARGUMENT , cap_log2e
-#else
-#define CAP_PARAMETER
-#define CAP_ARGUMENT
-#endif
-#if SINKS
-#define SINKS_PARAMETER , const float *sinks
-#define SINKS_ARGUMENT , sinks
-#else
-#define SINKS_PARAMETER
-#define SINKS_ARGUMENT
-#endif
 
 DEVICE float exp2_fast(float x) {
     float y;

@@ -18,6 +18,7 @@ BUILDS_ON = {
     "linear": ("gate.cuh", "groups.cuh", "tiles.cuh"),
     "experts": ("gate.cuh", "groups.cuh", "tiles.cuh"),
     "activation": ("prepare.cuh",),
+    "attention": ("attention_kinds.cuh",),
     "norms": ("prepare.cuh",),
     "reorder": ("prepare.cuh",),
     "pointwise": ("gate.cuh",),
