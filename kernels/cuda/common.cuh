@@ -163,8 +163,9 @@ DEVICE void copy_wait() {
 // -- the order of launches ------------------------------------------------------------------------------------------------
 
 // A kernel may start while the one before it still runs (from sm_90 on; see modules.py). So every kernel lets the next one start and
-// calls after_previous before it reads or writes anything but what no kernel writes: weights and tables. What it saw of the weights
-// by then was read for free. All of the kernel before has run, and is visible, when after_previous returns.
+// calls after_previous before it reads or writes anything but what no kernel of a step writes: weights and tables (the backend waits
+// after those that pack weights). What it saw of the weights by then was read for free. All of the kernel before has run, and is
+// visible, when after_previous returns.
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

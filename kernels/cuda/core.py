@@ -177,6 +177,10 @@ class CudaCore(Backend):
         self._resident_bytes += weight.nbytes
         return weight
 
+    def _settle(self) -> None:
+        """Wait for weights that a kernel has packed: products read them before they wait for the kernels before them."""
+        self._stream.synchronize()
+
     def _buffer(self, name: str, size: int, dtype: str = "float32") -> Any:
         """A flat array that recorded ops share under that name; unwritten, at least `size` long."""
         buffer = self._buffers.get(name)

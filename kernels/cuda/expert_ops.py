@@ -51,7 +51,9 @@ class ExpertOps(ProductOps):
         self._modules.start("dispatch")
         for matrices, joined in ((weight.gate_up[0], len(weight.gate_up) == 1), (weight.down, False)):
             self._modules.start("experts", **_defines(weight, matrices, joined=joined))
-        return self._keep(weight)
+        kept: CudaExperts = self._keep(weight)
+        self._settle()
+        return kept
 
     def route(
         self,

@@ -41,6 +41,7 @@ class ProductOps(CudaCore):
         for part in weight.parts:
             self._modules.start("linear", **part.defines)
         kept: weights.CudaWeight = self._keep(weight)
+        self._settle()
         return kept
 
     def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int, *, scale: float = 1.0) -> None:
