@@ -7,8 +7,8 @@ depends on what shares the loads: pairs of one KV head, rows of one sequence tha
 positions. A position past a pair's own is loaded with its neighbours at most into a score that nobody reads.
 
 A sliding window only moves where a pair begins: splits stay where they are, and lanes that have no position of its own
-add zero. So a window that holds all positions changes no bit, and positions before it cost nothing. A sink is added
-to the sum of the exponentials at the end.
+add zero. So a window that holds all positions changes no bit, and positions before it cost nothing. A sink is merged
+like one more split, of a score and no values.
 
 Threads share out (rows, query head) by their cost. See `rope` for the arrangement of the pool.
 """
@@ -266,8 +266,8 @@ def _attend(
             common = max(octets[_BEGINS + first + group - 1] - split, 0)
             common_end = min(octets[_ENDS + first] - split, SPLIT)
             if common >= common_end:
-                common = 0
-                common_end = 0
+                common = SPLIT
+                common_end = SPLIT
             for turn in range(0 if common else group, 2 * group + 1):
                 pair = first + (turn if turn < group else max(turn - group - 1, 0))
                 low = max(octets[_BEGINS + pair] - split, 0)
@@ -304,11 +304,11 @@ def _attend(
     for row in range(first_row, end_row):
         for head in range(first_head, end_head):
             pair = (row - first_row) * heads + head - first_head
-            weight = work[_SUMS + pair]
+            share = _ONE / work[_SUMS + pair]
             if sinks.size:
-                # Infinite if the sink is far above all scores: then nothing is left for the values.
-                weight += exp_f32(sinks[head] - work[_MAXIMA + pair])
-            share = _ONE / weight
+                maximum = max(work[_MAXIMA + pair], sinks[head])
+                before = exp_f32(work[_MAXIMA + pair] - maximum)
+                share = before / (work[_SUMS + pair] * before + exp_f32(sinks[head] - maximum))
             for d in range(dim):
                 out[row, head * dim + d] = work[total + pair * stride + d] * share
 
