@@ -17,12 +17,15 @@ from shardline.kernels.cuda.arrays import Activations, CudaKVCache, new_activati
 from shardline.kernels.cuda.device import OLDEST_ARCH
 from shardline.kernels.cuda.modules import Launcher, Modules
 from shardline.kernels.cuda.pack import Packer
+from shardline.kernels.errors import UnsupportedOperationError
 
 MAX_GRAPHS = 64
 """Recorded steps that a backend keeps; the longest unused is forgotten."""
 
 ARRIVALS = 1 << 14
 """Counters of blocks that are done, for kernels whose last block goes on; zero between launches."""
+
+MOST_HEAD_DIM = 256
 
 PREPARE_THREADS = 256
 """Of kernels that make tiles of rows whose scales are known; any number gives the same bits."""
@@ -89,6 +92,9 @@ class CudaCore(Backend):
 
     def allocate_kv(self, layout: KVLayout) -> KVCache:
         assert layout.dtype == "float16", f"a CUDA pool is float16, not {layout.dtype}"
+        if layout.head_dim % 16 or layout.head_dim > MOST_HEAD_DIM:
+            what = f"attention heads of {layout.head_dim} channels (multiples of 16 up to {MOST_HEAD_DIM})"
+            raise UnsupportedOperationError(what, "cuda")
         self._modules.start("attention", HEAD_DIM=layout.head_dim)
         shape = (layout.num_layers, layout.num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
         with self._stream:
@@ -178,7 +184,7 @@ class CudaCore(Backend):
         return weight
 
     def _settle(self) -> None:
-        """Wait for weights that a kernel has packed: products read them before they wait for the kernels before them."""
+        """Wait for weights that kernels have packed: products read theirs before they wait for the kernel before."""
         self._stream.synchronize()
 
     def _buffer(self, name: str, size: int, dtype: str = "float32") -> Any:

@@ -70,6 +70,7 @@ class ExpertOps(ProductOps):
         checks.route(router, rule, expert_ids, shares, rows, bias, choice_bias)
         experts, inputs = router.shape
         assert x.shape[1] == inputs, f"x has {x.shape[1]} channels, the router takes {inputs}"
+        assert inputs % 8 == 0, f"{inputs} channels are no multiple of 8"
         if experts > resident.MOST_EXPERTS:
             raise UnsupportedOperationError(f"more than {resident.MOST_EXPERTS} experts a layer", "cuda")
         if max(rule.experts_per_token, rule.num_groups) > MOST_CHOSEN:

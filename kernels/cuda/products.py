@@ -88,6 +88,8 @@ class ProductOps(CudaCore):
     def add_gated(self, x: Array, gate: Array, y: Array, out: Array, rows: int) -> None:
         checks.add_gated(gate, y, out, rows)
         assert x.shape[1] == gate.shape[0], f"x has {x.shape[1]} channels, the gate {gate.shape[0]}"
+        assert gate.shape[0] % 8 == 0, f"{gate.shape[0]} channels are no multiple of 8"
+        assert y.shape[1] % 4 == 0, f"{y.shape[1]} channels are no multiple of 4"
         arguments = (x.fragments, x.scales, gate, y, out)
         sizes = (int32(gate.shape[0]), int32(x.blocks), int32(y.shape[1]))
         self._launch(("pointwise", "add_gated"), (rows,), POINTWISE_THREADS, (*arguments, *sizes), ACTIVATION=0)
