@@ -33,7 +33,7 @@ def start(cache: Path, package_root: Path | None = None, script: str = SCRIPT) -
     environment = {**os.environ, "SHARDLINE_CACHE": str(cache)}
     if package_root is not None:
         environment["PYTHONPATH"] = str(package_root)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -45,6 +45,10 @@ def package_copy(folder: Path) -> Path:
     shutil.copytree(source, root / "shardline", ignore=shutil.ignore_patterns("__pycache__", "cluster", "stage"))
     (root / "shardline" / "__init__.py").write_text("")
     return root
+
+
+# Processes that start cold compile for a while.
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")

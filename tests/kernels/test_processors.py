@@ -109,12 +109,14 @@ print(PASS_BYTES, digest.hexdigest())
 
 def run(cache: Path, **environment: str) -> tuple[str, str]:
     given = {**os.environ, "SHARDLINE_CACHE": str(cache), **environment}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=given, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=given, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     width, digest = done.stdout.split()
     return width, digest
 
 
+# Each of its processes compiles everything for another processor.
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or "avx512f" not in target_features(), reason="needs a processor with AVX-512"
 )
