@@ -1,0 +1,82 @@
+"""The rules that pick a launch: within every card's limits, and enough tiles for any routing. Needs no GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from shardline.kernels.cuda import tables
+
+ARCHES = (80, 86, 89, 90, 120)
+
+
+def tiles_of(counts: np.ndarray, tile_pairs: int) -> int:
+    return int((-(-counts // tile_pairs)).sum())
+
+
+@pytest.mark.parametrize("experts", [2, 8, 60, 128, 512])
+def test_no_routing_needs_more_tiles_than_are_launched(experts: int) -> None:
+    rng = np.random.default_rng(experts)
+    for rows, chosen in itertools.product((1, 2, 7, 16, 64, 257, 1024), (1, 2, min(8, experts))):
+        plan = tables.expert_plan(rows, chosen, experts)
+        pairs = rows * chosen
+        if not plan.sorted:
+            assert plan.tiles == pairs
+            continue
+        most = 0
+        for concentration in (0.05, 1, 50):
+            ids = rng.choice(experts, pairs, p=rng.dirichlet(np.full(experts, concentration)))
+            most = max(most, tiles_of(np.bincount(ids, minlength=experts), plan.tile_pairs))
+        # The worst: as many experts as can be have one pair more than fills their tiles.
+        counts = np.zeros(experts, int)
+        counts[: min(pairs, experts)] = 1
+        counts[0] += (pairs - counts.sum()) // plan.tile_pairs * plan.tile_pairs
+        counts[-1] += pairs - counts.sum()
+        assert most <= plan.tiles
+        assert tiles_of(counts, plan.tile_pairs) <= plan.tiles
+        if min(pairs, experts) == pairs or (pairs - experts) % plan.tile_pairs == 0:
+            assert tiles_of(counts, plan.tile_pairs) == plan.tiles
+
+
+def test_every_launch_of_experts_fits_its_card() -> None:
+    cases = itertools.product(
+        ARCHES, (1, 2, 5, 16, 64, 256, 2048), ((8, 2), (60, 4), (128, 8)), (64, 768, 2048, 14336), (16, 32, 128), (4, 8)
+    )
+    for arch, rows, (experts, chosen), channels, group_size, bits in cases:
+        plan = tables.expert_plan(rows, chosen, experts)
+        for blocks in (2, 12, 32, 64, 224):
+            variant = tables.expert_variant(plan, channels, blocks, group_size, arch, 28)
+            assert variant.tokens == plan.tile_pairs
+            assert variant in (*itertools.chain(*tables.EXPERT_FEW.values()), *tables.EXPERT_WHOLE)
+            if variant.stages == 0:
+                assert variant in tables.EXPERT_FEW[plan.tile_pairs, tables.slices(blocks)]
+            # Tiles, pairs and the matrix's addresses take a little static shared memory.
+            limit = tables.HOPPER_SHARED_LIMIT if arch == 90 else tables.SHARED_LIMIT
+            assert variant.shared_bytes(bits) + 1024 <= limit
+            assert plan.tiles <= 65535
+
+
+def test_every_launch_of_products_fits_its_card() -> None:
+    formats = ((4, 16, False), (4, 32, True), (4, 32, False), (4, 128, False), (8, 32, False), (8, 128, True))
+    cases = itertools.product(ARCHES, (1, 8, 9, 17, 33, 65, 300, 2048), (64, 4096, 151936), (2, 16, 64, 192), formats)
+    for arch, tokens, channels, blocks, (bits, group_size, has_minimum) in cases:
+        for gated in (False, True):
+            launch = tables.linear_launch(
+                tokens, channels, blocks, bits, group_size, has_minimum, arch, 28, gated=gated
+            )
+            limit = tables.HOPPER_SHARED_LIMIT if arch == 90 else tables.SHARED_LIMIT
+            assert launch.variant.shared_bytes(bits) <= limit
+            assert launch.grid[0] * launch.variant.channels >= channels
+            assert launch.grid[1] * launch.variant.tokens >= tokens
+            assert tables.slices(blocks) % launch.grid[2] == 0
+            assert launch.grid[1] <= 65535
+
+
+def test_lanes_have_room_for_the_experts() -> None:
+    for experts in range(1, 513):
+        lanes = tables.lane_experts(experts)
+        assert lanes * 32 >= experts
+        assert lanes in (1, 2, 4, 8, 16)
+        assert lanes == 1 or lanes // 2 * 32 < experts
