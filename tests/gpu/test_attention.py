@@ -45,7 +45,7 @@ class Sequences:
     def of(self, kind: dict[str, Any]) -> Sequences:
         """The same, in a layer that has a window, a soft cap, sinks."""
         heads = self.group * self.kv_heads
-        drawn = np.random.default_rng(heads).uniform(-2, 4, heads).astype(np.float32)
+        drawn = np.random.default_rng(heads).uniform(4, 14, heads).astype(np.float32)
         return replace(self, **(kind | ({"sinks": drawn} if "sinks" in kind else {})))
 
     def attend(self, runs: list[tuple[int, int, int]]) -> np.ndarray:
