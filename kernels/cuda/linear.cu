@@ -76,8 +76,8 @@ MANY_OF(whole, false, false)
 MANY_OF(gated_split, true, true)
 MANY_OF(gated_whole, false, true)
 // Scales of groups of 16 take too many registers for this tile; so do 8 bits in groups of 32 on Blackwell, and 4 bits in groups of 32
-// without minimums before Hopper.
-#if GROUP > 16 && !(BITS == 8 && GROUP == 32 && __CUDA_ARCH__ >= 1000) && !(BITS == 4 && GROUP == 32 && !HAS_MIN && __CUDA_ARCH__ < 900)
+// without minimums on all but Hopper.
+#if GROUP > 16 && !(BITS == 8 && GROUP == 32 && __CUDA_ARCH__ >= 1000) && !(BITS == 4 && GROUP == 32 && !HAS_MIN && __CUDA_ARCH__ != 900)
 #if !GATED_ALONE
 MANY(split_64x128, 4, 1, 8, 4, true, false, 2)
 MANY(whole_64x128, 4, 1, 8, 4, false, false, 2)

@@ -81,11 +81,11 @@ def num_tiles(bits: int, group_size: int, has_minimum: bool, arch: int) -> int:
     """How many of SPLIT and WHOLE exist.
 
     Scales of groups of 16 leave no registers for 64 tokens, nor do 8 bits in groups of 32 on Blackwell, nor 4 bits in
-    groups of 32 without minimums before Hopper. Cards other than Hopper have no memory for the widest.
+    groups of 32 without minimums on all but Hopper. Other cards have no memory for the widest.
     """
     if group_size == 16 or (bits == 8 and group_size == 32 and arch >= 100):
         return 2
-    if bits == 4 and group_size == 32 and not has_minimum and arch < 90:
+    if bits == 4 and group_size == 32 and not has_minimum and arch != 90:
         return 2
     return 4 if arch == 90 and bits == 4 else 3
 
