@@ -1,3 +1,5 @@
+// Within a group: integers to halves, the P chains, the T chains. The contract and the layouts stand in linear.cu.
+
 static_assert(BITS == 4 || BITS == 8, "weights have 4 or 8 bits");
 static_assert(GROUP == 16 && !HAS_MIN || GROUP == 32 || GROUP == 64 || GROUP == 128, "a group has 16 (without minimums), 32, 64 or 128 channels");
 

@@ -24,6 +24,7 @@
 // Defines: BITS 4 or 8; GROUP 16 (only HAS_MIN 0), 32, 64, 128; HAS_MIN 0 or 1; SCALE_F32 0 or 1. ACTIVATION (gate.cuh) and GATED_BIAS
 // (bias is the gate's, then the up's) make gated kernels alone.
 // Limits: K a multiple of max(64, GROUP), N padded to 64 channels, x allocated to a multiple of 128 tokens.
+
 #define ARGUMENTS                                                                                                       \
     const uint4 *w, const Pair *scale, const Pair *minimum, const uint4 *x, const float *x_sums, const float *x_scale, const float *bias,       \
         float *out, int M, int N, int stride, int tiles, int KB, int accumulate, float *partial, u32 *arrived, int slices,  \

@@ -1,3 +1,5 @@
+// Reductions over a row's block, and rows of floats as tiles of halves with their sums: what activation.cu says. Define: THREADS.
+
 constexpr float LARGEST = 3.4028235e38f;
 
 struct Reduced {

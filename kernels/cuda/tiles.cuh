@@ -1,3 +1,6 @@
+// Products of a tile of channels and a tile of tokens, for few tokens and for many, and where their results go. The contract and the
+// layouts stand in linear.cu. Defines besides those: EXPERTS (experts.cu), GATED_BIAS and ACTIVATION of gated products; 0 if there are none.
+
 #ifndef EXPERTS
 #define EXPERTS 0
 #endif

@@ -174,3 +174,16 @@ def test_the_second_time_comes_from_the_cache(tmp_path: Path) -> None:
     assert compile_kernels("rows", defines, 90, tmp_path).cubin == b"from the cache"
     assert compile_kernels("rows", defines, 86, tmp_path).cubin != first.cubin
     assert compile_kernels("rows", defines | {"GROUP": 64}, 90, tmp_path).cubin not in (b"from the cache", first.cubin)
+
+
+def test_a_fault_of_a_source_compiled_ahead_is_raised_where_it_is_wanted() -> None:
+    from shardline.kernels.cuda.modules import Modules
+
+    modules = Modules(86, None)
+    wrong = {"BITS": 4, "GROUP": 48, "HAS_MIN": 0, "SCALE_F32": 0}
+    modules.start("linear", **wrong)
+    modules.start("rows", BITS=4, GROUP=32, HAS_MIN=0, SCALE_F32=0)
+    with pytest.raises(KernelCompileError, match=r"(?s)linear\.cu for sm_86 with .*48.*error"):
+        modules.function("linear", "few_8x64_s1", 0, wrong)
+    modules.close()
+    modules.close()
