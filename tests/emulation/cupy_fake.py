@@ -1,0 +1,352 @@
+"""A `cupy` that lives in host memory, with guard pages behind each array; kernels run by the emulator."""
+
+import ctypes
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+PAGE = 4096
+
+
+class _Ptr:
+    def __init__(self, ptr):
+        self.ptr = ptr
+
+    def copy_from_device_async(self, other, n, stream):
+        ctypes.memmove(self.ptr, other.ptr, n)
+
+
+class _Region:
+    """Bytes whose end is at a page that cannot be touched."""
+
+    def __init__(self, nbytes):
+        rounded = -(-max(nbytes, 1) // 16) * 16
+        self.size = -(-rounded // PAGE) * PAGE + PAGE
+        self.base = libc.mmap(None, self.size, 3, 0x22, -1, 0)
+        assert self.base not in (None, 2**64 - 1), "out of memory"
+        libc.mprotect(self.base + self.size - PAGE, PAGE, 0)
+        self.start = self.base + self.size - PAGE - rounded
+        # uninitialised memory is a NaN that nothing computes
+        ctypes.memset(self.start, 0x7F, rounded)
+
+    def __del__(self):
+        libc.munmap(self.base, self.size)
+
+
+class ndarray(np.ndarray):  # noqa: N801
+    @property
+    def data(self):
+        return _Ptr(self.ctypes.data)
+
+    def get(self, stream=None, blocking=True):
+        return np.array(np.asarray(self).view(np.ndarray))
+
+    def set(self, host, stream=None):
+        np.asarray(self).view(np.ndarray)[...] = host
+
+    def __array_finalize__(self, obj):
+        self._region = getattr(obj, "_region", None)
+
+
+def empty(shape, dtype=np.float32):
+    shape = (shape,) if np.isscalar(shape) else tuple(shape)
+    dtype = np.dtype(dtype)
+    n = int(np.prod(shape)) * dtype.itemsize
+    region = _Region(n)
+    buf = (ctypes.c_char * max(n, 1)).from_address(region.start)
+    a = np.ndarray.__new__(ndarray, shape, dtype, buffer=buf)
+    a._region = region
+    return a
+
+
+def zeros(shape, dtype=np.float32):
+    a = empty(shape, dtype)
+    np.asarray(a).view(np.ndarray)[...] = 0
+    return a
+
+
+def ones(shape, dtype=np.float32):
+    a = empty(shape, dtype)
+    np.asarray(a).view(np.ndarray)[...] = 1
+    return a
+
+
+def full(shape, v, dtype=np.float32):
+    a = empty(shape, dtype)
+    np.asarray(a).view(np.ndarray)[...] = v
+    return a
+
+
+def asarray(host, dtype=None):
+    if isinstance(host, ndarray):
+        return host
+    host = np.asarray(host, dtype)
+    a = empty(host.shape, host.dtype)
+    np.asarray(a).view(np.ndarray)[...] = host
+    return a
+
+
+def concatenate(parts, axis=0):
+    return asarray(np.concatenate([np.asarray(p).view(np.ndarray) for p in parts], axis))
+
+
+def tile(a, n):
+    return asarray(np.tile(np.asarray(a).view(np.ndarray), n))
+
+
+array = asarray
+
+
+class Stream:
+    def __init__(self, non_blocking=False):
+        self.ptr = 0
+        self.recording = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *a):
+        return False
+
+    def synchronize(self):
+        pass
+
+    def begin_capture(self):
+        self.recording = []
+
+    def end_capture(self):
+        g = Graph(self.recording)
+        self.recording = None
+        return g
+
+
+class Graph:
+    def __init__(self, launches):
+        self.launches = launches
+
+    def launch(self, stream):
+        for launch in self.launches:
+            launch()
+
+
+class Device:
+    def __init__(self, i):
+        self.compute_capability = os.environ.get("EMU_ARCH", "86")
+        self.attributes = {"MultiProcessorCount": int(os.environ.get("EMU_SMS", "28"))}
+
+    def use(self):
+        pass
+
+
+me = sys.modules[__name__]
+cuda = types.ModuleType("cupy.cuda")
+cuda.Device = Device
+cuda.Stream = Stream
+cuda.get_current_stream = lambda: None
+cupy = types.ModuleType("cupy")
+for n in ("ndarray", "empty", "zeros", "ones", "full", "asarray", "array", "concatenate", "tile"):
+    setattr(cupy, n, globals()[n])
+for n in ("float32", "float16", "int32", "uint32", "uint16", "uint8", "uint64", "int64"):
+    setattr(cupy, n, getattr(np, n))
+cupy.cuda = cuda
+sys.modules["cupy"] = cupy
+sys.modules["cupy.cuda"] = cuda
+b = types.ModuleType("cupy_backends")
+bc = types.ModuleType("cupy_backends.cuda")
+ba = types.ModuleType("cupy_backends.cuda.api")
+drv = types.ModuleType("cupy_backends.cuda.api.driver")
+bl = types.ModuleType("cupy_backends.cuda.libs")
+nv = types.ModuleType("cupy_backends.cuda.libs.nvrtc")
+nv.getVersion = lambda: (0, 0)
+nv.createProgram = lambda *a: 0
+nv.compileProgram = lambda *a: None
+nv.getProgramLog = lambda *a: ""
+nv.getCUBIN = lambda *a: b""
+nv.destroyProgram = lambda *a: None
+
+
+class NVRTCError(Exception):
+    pass
+
+
+nv.NVRTCError = NVRTCError
+b.cuda = bc
+bc.api = ba
+ba.driver = drv
+bc.libs = bl
+bl.nvrtc = nv
+for m in (b, bc, ba, drv, bl, nv):
+    sys.modules[m.__name__] = m
+
+CACHE = Path(os.environ.get("EMU_CACHE", str(Path.home() / ".cache" / "shardline" / "emulated")))
+CACHE.mkdir(parents=True, exist_ok=True)
+FLAGS = [
+    "-O2",
+    "-std=c++17",
+    "-ffp-contract=off",
+    "-mavx2",
+    "-mf16c",
+    "-mfma",
+    "-fPIC",
+    "-shared",
+    "-fno-strict-aliasing",
+    "-w",
+    "-fsanitize=alignment,bounds",
+    "-fno-sanitize-recover",
+    "-fpermissive",
+    "-fno-gnu-unique",
+    "-Wl,-Bsymbolic",
+    "-fvisibility=hidden",
+]
+LIBS = {}
+SEED = [int(os.environ.get("EMU_SEED", "1"))]
+
+
+def build(text, warpgroups, arch):
+    text = (
+        f"#define EMU_WARPGROUPS {int(warpgroups)}\n#define __CUDA_ARCH__ {arch}0\n"
+        + (("#define PORTABLE 1\n") if "#define PORTABLE 1" in text else "")
+        + f'#include "{HERE}/emu.hpp"\n'
+        + text
+    )
+    text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)dyn_shared;", text)
+    text = text.replace("__shared__", "static")
+    key = hashlib.sha256((text + (HERE / "emu.hpp").read_text() + repr(FLAGS)).encode()).hexdigest()[:24]
+    so = CACHE / f"{key}.so"
+    if not so.exists():
+        src = CACHE / f"{key}.cpp"
+        marked = text.replace("__global__", "__KERNEL__")
+        marked = re.sub(r"__launch_bounds__\(((?:[^()]|\([^()]*\))*)\)", "", marked)
+        src.write_text(marked)
+        pre = subprocess.run(
+            ["g++", "-E", "-P", "-std=c++17", "-D__KERNEL__=KERNELMARK", "-x", "c++", str(src)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        names = re.findall(r"KERNELMARK void\s+(\w+)\s*\(", pre)
+        src.write_text(
+            marked
+            + "\n"
+            + "\n".join(
+                f'extern "C" __attribute__((visibility("default"))) void emu_call_{n}(void** a) {{ invoke({n}, a); }}'
+                for n in names
+            )
+            + '\nextern "C" __attribute__((visibility("default"))) const char* emu_names() { return "'
+            + " ".join(names)
+            + '"; }\n'
+        )
+        p = subprocess.run(
+            ["g++", *FLAGS, "-D__KERNEL__=", "-x", "c++", str(src), "-o", str(so) + ".tmp"],
+            capture_output=True,
+            text=True,
+        )
+        if p.returncode:
+            raise RuntimeError(p.stderr[:6000])
+        os.replace(str(so) + ".tmp", so)
+    if key not in LIBS:
+        lib = ctypes.CDLL(str(so))
+        lib.emu_names.restype = ctypes.c_char_p
+        LIBS[key] = lib
+    return LIBS[key]
+
+
+class Function:
+    def __init__(self, lib, name):
+        self.lib, self.name = lib, name
+        self.call = getattr(lib, "emu_call_" + name)
+        self.limit = 48 * 1024
+
+
+LAUNCHES = {}
+LOG = []
+
+
+def install():
+    """Puts the emulator below shardline's backend."""
+    from shardline.kernels.cuda import compile as comp
+    from shardline.kernels.cuda import modules
+
+    def source(file, defines):
+        t = comp.source_text(file, defines)
+        common = (comp.HERE / "common.cuh").read_text()
+        assert common in t
+        t = t.replace(common, "")
+        return t.replace('asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));', "y = emu_exp2(x);")
+
+    class Modules:
+        def __init__(self, arch, cache=None):
+            self.arch = arch
+            self.f = {}
+
+        def start(self, *a, **k):
+            pass
+
+        def close(self):
+            pass
+
+        def function(self, file, kernel, shared, defines):
+            key = (file, kernel, tuple(sorted(defines.items())))
+            if key not in self.f:
+                lib = build(source(file, defines), self.arch == 90, self.arch)
+                self.f[key] = Function(lib, kernel)
+            f = self.f[key]
+            f.limit = max(f.limit, shared)
+            return f
+
+    class Launcher:
+        def __init__(self, arch):
+            pass
+
+        def __call__(self, function, grid, threads, arguments, shared, stream):
+            slots = []
+            for a in arguments:
+                if isinstance(a, ndarray):
+                    slots.append(ctypes.c_uint64(a.ctypes.data))
+                elif isinstance(a, np.uint64):
+                    slots.append(ctypes.c_uint64(int(a)))
+                elif isinstance(a, np.int32):
+                    slots.append(ctypes.c_int32(int(a)))
+                elif isinstance(a, np.float32):
+                    slots.append(ctypes.c_float(float(a)))
+                else:
+                    raise TypeError(f"argument {type(a)}")
+            keep = list(arguments)
+            grid = (*map(int, grid), 1, 1)[:3]
+            assert all(g >= 1 for g in grid), grid
+            assert max(grid[1:]) <= 65535, grid
+
+            def run(slots=slots, keep=keep):
+                ptrs = (ctypes.c_void_p * len(slots))(*[ctypes.addressof(s) for s in slots])
+                SEED[0] += 1 if SEED[0] else 0
+                function.lib.emu_launch(
+                    function.name.encode(),
+                    function.call,
+                    *grid,
+                    int(threads),
+                    int(shared),
+                    ptrs,
+                    ctypes.c_uint64(SEED[0]),
+                    SEED[0] & 1,
+                )
+                LAUNCHES[function.name] = LAUNCHES.get(function.name, 0) + 1
+
+            if stream.recording is not None:
+                stream.recording.append(run)
+            else:
+                run()
+
+    modules.Modules = Modules
+    modules.Launcher = Launcher
