@@ -162,7 +162,7 @@ def test_gated_against_float64(cuda: Any, prepared: Callable[..., Any], weights:
 def test_activations_and_biases_in_every_tile(
     cuda: Any, prepared: Callable[..., Any], formats: Any, forced: Any, activation: str, biases: bool
 ) -> None:
-    from shardline.kernels.cuda.weights import blocks_of
+    from shardline.kernels.cuda.pack import blocks_of
 
     weights, channels, inputs = formats(4, 32, "float16", None), 112, 640
     gate, up = weights.matrix(channels, inputs, 1), weights.matrix(channels, inputs, 2)
@@ -253,7 +253,8 @@ def test_every_tile_gives_the_same_bits(
     inputs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shardline.kernels.cuda.weights import CudaPart, blocks_of
+    from shardline.kernels.cuda.pack import blocks_of
+    from shardline.kernels.cuda.weights import CudaPart
 
     def run(is_gated: bool, x: Any, rows: int) -> np.ndarray:
         return gated(cuda, x, gate_up, rows) if is_gated else product(cuda, poisoned, x, weight, rows)
