@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -97,8 +98,18 @@ class Peer:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise SystemExit("llama.cpp's process ended: is llama-cpp-python installed for --peer-python?")
+            raise SystemExit(self._last_words())
         return json.loads(answer)
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        if code == -signal.SIGILL:
+            return (
+                "llama.cpp used an instruction that this machine traps, as its AMX kernels do in some virtual machines."
+                " Build it without: CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON' (and so on, what the processor has)"
+                " pip install --force-reinstall --no-deps llama-cpp-python"
+            )
+        return f"llama.cpp's process ended ({code}): is llama-cpp-python installed for --peer-python?"
 
     def __enter__(self) -> Self:
         return self
