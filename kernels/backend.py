@@ -102,6 +102,11 @@ class Backend(ABC):
 
     name: ClassVar[str]
 
+    @property
+    def numeric_class(self) -> str:
+        """Backends of one class give the same bits, on whichever device each runs."""
+        return self.name
+
     # -- memory ------------------------------------------------------------------------------------------------------
 
     @abstractmethod

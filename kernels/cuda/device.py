@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardline.kernels.errors import DeviceUnavailableError
 
@@ -22,6 +23,7 @@ class CudaDevice:
         free_bytes, total_bytes: Of its memory.
         bytes_per_second: Of its memory, from its clock and width; what a stream of weights can reach at best.
         processors: Multiprocessors.
+        bus_id: Its PCI address, "0000:65:00.0": the same in every process of the host, whatever that process sees.
     """
 
     index: int
@@ -31,11 +33,55 @@ class CudaDevice:
     total_bytes: int
     bytes_per_second: float
     processors: int
+    bus_id: str = ""
 
     @property
     def numeric_class(self) -> str:
-        """GPUs of one class give the same bits: a tensor core adds 8 products at a time before sm_90, then 16."""
-        return "cuda 8" if self.arch < 90 else "cuda 16"
+        """See `class_of`."""
+        return class_of(self.arch)
+
+
+def class_of(arch: int) -> str:
+    """GPUs of one class give the same bits: a tensor core adds 8 products at a time before sm_90, then 16."""
+    return "cuda 8" if arch < 90 else "cuda 16"
+
+
+def cuda_devices() -> list[CudaDevice]:
+    """Every GPU that this process sees and the kernels run on. Makes this process's context on each.
+
+    Raises:
+        DeviceUnavailableError: there is none; what is missing, or what the first one lacks.
+    """
+    found: list[CudaDevice] = []
+    refused: list[DeviceUnavailableError] = []
+    for index in range(_device_count()):
+        try:
+            found.append(cuda_device(index))
+        except DeviceUnavailableError as error:
+            refused.append(error)
+    if refused and not found:
+        raise refused[0]
+    if not found:
+        raise DeviceUnavailableError(
+            "no GPU can be used: this process sees none; nvidia-smi should list one, CUDA_VISIBLE_DEVICES allow it"
+        )
+    return found
+
+
+def cuda_bus_id(index: int) -> str:
+    """A GPU's PCI address, without a context on it. Raises DeviceUnavailableError."""
+    count = _device_count()
+    if not 0 <= index < count:
+        raise DeviceUnavailableError(f"there is no GPU {index}: this process sees {count}, counted from 0")
+    return str(_runtime().deviceGetPCIBusId(index)).lower()
+
+
+def cuda_free_bytes(index: int) -> int:
+    """What is free on a GPU now, for all processes together. Makes this process's context there."""
+    import cupy
+
+    with cupy.cuda.Device(index) as device:
+        return int(device.mem_info[0])
 
 
 def cuda_device(index: int) -> CudaDevice:
@@ -44,17 +90,9 @@ def cuda_device(index: int) -> CudaDevice:
     Raises:
         DeviceUnavailableError: cupy, a driver or the GPU is missing, or it is older than sm_80.
     """
-    try:
-        import cupy
-    except ImportError as error:
-        raise DeviceUnavailableError(
-            f"the CUDA backend needs cupy ({error}): pip install 'shardline[cuda12]', or [cuda13] for a CUDA 13 driver"
-        ) from None
-    runtime = cupy.cuda.runtime
-    try:
-        count = runtime.getDeviceCount()
-    except runtime.CUDARuntimeError as error:
-        raise DeviceUnavailableError(f"no GPU can be used: {error}; nvidia-smi should list one") from None
+    count, runtime = _device_count(), _runtime()
+    import cupy
+
     if not 0 <= index < count:
         raise DeviceUnavailableError(f"there is no GPU {index}: this process sees {count}, counted from 0")
     facts = runtime.getDeviceProperties(index)
@@ -68,7 +106,34 @@ def cuda_device(index: int) -> CudaDevice:
         free, total = device.mem_info
         # kHz, two transfers a clock, bits.
         rate = 2e3 * device.attributes["MemoryClockRate"] * device.attributes["GlobalMemoryBusWidth"] / 8
-    return CudaDevice(index, facts["name"].decode(), arch, free, total, float(rate), facts["multiProcessorCount"])
+    return CudaDevice(
+        index,
+        facts["name"].decode(),
+        arch,
+        free,
+        total,
+        float(rate),
+        facts["multiProcessorCount"],
+        cuda_bus_id(index),
+    )
+
+
+def _device_count() -> int:
+    runtime = _runtime()
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise DeviceUnavailableError(f"no GPU can be used: {error}; nvidia-smi should list one") from None
+
+
+def _runtime() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            f"the CUDA backend needs cupy ({error}): pip install 'shardline[cuda12]', or [cuda13] for a CUDA 13 driver"
+        ) from None
+    return cupy.cuda.runtime
 
 
 def cubin_folder() -> Path:
