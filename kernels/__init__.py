@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, Weight
 from shardline.kernels.cpu.resident import cpu_resident_bytes
-from shardline.kernels.cuda.device import CudaDevice, cuda_device
+from shardline.kernels.cuda.device import CudaDevice, cuda_bus_id, cuda_device, cuda_devices, cuda_free_bytes
 from shardline.kernels.errors import (
+    DeviceMemoryError,
     DeviceUnavailableError,
     KernelsError,
     UnsupportedOperationError,
@@ -24,6 +25,7 @@ __all__ = [
     "Array",
     "Backend",
     "CudaDevice",
+    "DeviceMemoryError",
     "DeviceUnavailableError",
     "Expert",
     "GroupedMatrix",
@@ -41,7 +43,10 @@ __all__ = [
     "cpu_backend",
     "cpu_resident_bytes",
     "cuda_backend",
+    "cuda_bus_id",
     "cuda_device",
+    "cuda_devices",
+    "cuda_free_bytes",
     "pack_nibbles",
     "quantize_groups",
 ]
@@ -57,16 +62,18 @@ def cpu_backend(num_threads: int) -> Backend:
     return CpuBackend(num_threads)
 
 
-def cuda_backend(index: int) -> Backend:
+def cuda_backend(index: int, *, memory_limit: int | None = None) -> Backend:
     """A CUDA backend on that GPU. Imports cupy, so only when asked for.
 
-    Raises DeviceUnavailableError.
+    memory_limit: Bytes that this process may take of the GPU for it, CUDA's own context included; None: no limit.
+
+    Raises DeviceUnavailableError, DeviceMemoryError.
     """
     found = cuda_device(index)
     from shardline.kernels.cuda.backend import CudaBackend
     from shardline.kernels.cuda.device import cubin_folder
 
-    return CudaBackend(found.index, cubin_folder())
+    return CudaBackend(found.index, cubin_folder(), memory_limit)
 
 
 def quantize_groups(

@@ -55,7 +55,8 @@ def new_activations(rows: int, channels: int) -> Activations:
     return Activations(
         cupy.empty((rows, channels), cupy.float32),
         cupy.zeros((tokens // 8, blocks, 2, 32, 4), cupy.uint32),
-        cupy.ones(tokens, cupy.float32),
+        # Not cupy.ones: CuPy would compile a kernel for it.
+        cupy.asarray(np.ones(tokens, np.float32)),
         cupy.zeros((tokens // 8, blocks, 2, 8), cupy.float32),
         cupy.zeros(tokens, cupy.uint32),
         cupy.zeros(tokens, cupy.uint32),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout
 from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.arrays import Activations, CudaKVCache, new_activations
-from shardline.kernels.cuda.device import OLDEST_ARCH
+from shardline.kernels.cuda.device import OLDEST_ARCH, class_of
+from shardline.kernels.cuda.memory import DeviceMemory
 from shardline.kernels.cuda.modules import Launcher, Modules
 from shardline.kernels.cuda.pack import Packer
 from shardline.kernels.errors import UnsupportedOperationError
@@ -35,12 +37,20 @@ float32 = np.float32
 
 
 class CudaCore(Backend):
-    """Memory and running of `Backend`. Arrays are CuPy's; one device, one stream, one thread."""
+    """Memory and running of `Backend`. Arrays are CuPy's; one device, one stream, one thread at a time."""
 
-    def __init__(self, device: int, cubin_cache: Path | None) -> None:
+    def __init__(self, device: int, cubin_cache: Path | None, memory_limit: int | None = None) -> None:
+        """memory_limit: See `DeviceMemory`. Raises DeviceMemoryError."""
+        self._index = device
+        self._closed = False
         self._device = cupy.cuda.Device(device)
-        self._device.use()
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        with self._device:
+            self._memory = DeviceMemory(device, memory_limit)
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+        with self.here():
+            self._start(cubin_cache)
+
+    def _start(self, cubin_cache: Path | None) -> None:
         self.arch = int(self._device.compute_capability)
         assert self.arch >= OLDEST_ARCH, f"sm_{self.arch}: cuda_device refuses it"
         self._processors = int(self._device.attributes["MultiProcessorCount"])
@@ -53,9 +63,14 @@ class CudaCore(Backend):
         self._resident_bytes = 0
         self._buffers: dict[str, Any] = {}
         self._between: dict[tuple[str, int], Activations] = {}
-        with self._stream:
-            self._arrived = cupy.zeros(ARRIVALS, cupy.uint32)
-        self._closed = False
+        self._arrived = cupy.zeros(ARRIVALS, cupy.uint32)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Make the backend's device, stream and memory those of the calling thread; see entry.py."""
+        assert not self._closed, "the backend is closed"
+        with self._device, self._stream, cupy.cuda.using_allocator(self._memory.allocate):
+            yield
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -64,12 +79,10 @@ class CudaCore(Backend):
 
     def activations(self, rows: int, channels: int) -> Array:
         self._modules.start("activation", THREADS=tables.row_threads(channels))
-        with self._stream:
-            return new_activations(rows, channels)
+        return new_activations(rows, channels)
 
     def upload(self, host: NDArray[Any]) -> Array:
-        with self._stream:
-            return cupy.asarray(host)
+        return cupy.asarray(host)
 
     def write(self, target: Array, host: NDArray[Any]) -> None:
         assert not self._capturing, "write inside replay: what changes from step to step is written outside"
@@ -97,10 +110,14 @@ class CudaCore(Backend):
             raise UnsupportedOperationError(what, "cuda")
         self._modules.start("attention", HEAD_DIM=layout.head_dim)
         shape = (layout.num_layers, layout.num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        with self._stream:
-            cache = CudaKVCache(layout, cupy.zeros(shape, cupy.uint16), cupy.zeros(shape, cupy.uint16))
+        cache = CudaKVCache(layout, cupy.zeros(shape, cupy.uint16), cupy.zeros(shape, cupy.uint16))
         self._resident_bytes += cache.nbytes
         return cache
+
+    @property
+    def numeric_class(self) -> str:
+        """See `class_of`."""
+        return class_of(self.arch)
 
     def resident_bytes(self) -> int:
         return self._resident_bytes
@@ -109,9 +126,14 @@ class CudaCore(Backend):
         if self._closed:
             return
         self._closed = True
-        self._modules.close()
-        self._stream.synchronize()
-        self._graphs.clear()
+        with self._device:
+            self._modules.close()
+            self._stream.synchronize()
+            self._graphs.clear()
+            self._buffers.clear()
+            self._between.clear()
+            self._memory.close()
+        self._resident_bytes = 0
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -153,10 +175,11 @@ class CudaCore(Backend):
         arguments: tuple[Any, ...],
         *,
         shared: int = 0,
+        cluster: int = 1,
         **defines: int,
     ) -> None:
         function = self._modules.function(kernel[0], kernel[1], shared, defines)
-        self._launcher(function, grid, threads, arguments, shared, self._stream)
+        self._launcher(function, grid, threads, arguments, shared, self._stream, cluster)
 
     def _make_fragments(self, x: Activations, rows: int, *, unit: bool = False) -> None:
         """The tiles of the first rows of x.values; `unit`: they are in the range of halves by their nature."""
@@ -200,8 +223,7 @@ class CudaCore(Backend):
         found = self._between.get((name, channels))
         if found is None or found.shape[0] < rows:
             self._forget_records(is_new=found is None)
-            with self._stream:
-                found = self._between[name, channels] = new_activations(rows, channels)
+            found = self._between[name, channels] = new_activations(rows, channels)
         return found
 
     def _forget_records(self, *, is_new: bool) -> None:

@@ -1,11 +1,13 @@
 """A `cupy` that lives in host memory, with guard pages behind each array; kernels run by the emulator."""
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import re
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -38,11 +40,127 @@ class _Region:
         assert self.base not in (None, 2**64 - 1), "out of memory"
         libc.mprotect(self.base + self.size - PAGE, PAGE, 0)
         self.start = self.base + self.size - PAGE - rounded
+        self.nbytes = nbytes
         # uninitialised memory is a NaN that nothing computes
         ctypes.memset(self.start, 0x7F, rounded)
 
     def __del__(self):
         libc.munmap(self.base, self.size)
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status):
+        super().__init__(f"CUDA error {status}")
+        self.status = status
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+DEVICES = 2
+TOTAL_BYTES = 80 << 30
+CURRENT = threading.local()
+"""Of a thread: device, stream and allocator, as CUDA and CuPy have them."""
+
+
+class Runtime:
+    """Memory as the driver gives it, and the current device."""
+
+    CUDARuntimeError = CUDARuntimeError
+    errorMemoryAllocation = 2  # noqa: N815
+    memcpyHostToDevice, memcpyDeviceToHost = 1, 2  # noqa: N815
+
+    def __init__(self):
+        self.held = {}
+
+    def getDevice(self):  # noqa: N802
+        return getattr(CURRENT, "device", 0)
+
+    def setDevice(self, index):  # noqa: N802
+        CURRENT.device = index
+
+    def getDeviceCount(self):  # noqa: N802
+        return DEVICES
+
+    def memGetInfo(self):  # noqa: N802
+        return TOTAL_BYTES - sum(region.nbytes for region in self.held.values()), TOTAL_BYTES
+
+    def malloc(self, size):
+        if size > self.memGetInfo()[0]:
+            raise CUDARuntimeError(self.errorMemoryAllocation)
+        region = _Region(size)
+        self.held[region.start] = region
+        return region.start
+
+    def free(self, pointer):
+        # What still points there now faults.
+        del self.held[pointer]
+
+    def memcpyAsync(self, to, source, size, kind, stream):  # noqa: N802
+        """As late as the device may do it: to the device before the next kernel, to the host in `synchronize`."""
+        STREAMS[stream].copies.append((kind, to, source, size))
+
+
+runtime = Runtime()
+STREAMS = {}
+
+
+class Allocated:
+    """Device memory that `free` gives back."""
+
+    def __init__(self, ptr, free):
+        self.ptr, self.free = ptr, free
+
+    def __del__(self):
+        self.free(self.ptr)
+
+
+class MemoryPointer(_Ptr):
+    def __init__(self, mem):
+        super().__init__(mem.ptr)
+        self.mem = mem
+
+
+class PythonFunctionAllocator:
+    def __init__(self, malloc, free):
+        self._malloc, self._free = malloc, free
+
+    def malloc(self, size):
+        device = runtime.getDevice()
+        return MemoryPointer(Allocated(self._malloc(size, device), lambda ptr: self._free(ptr, device)))
+
+
+class MemoryPool:
+    """Keeps nothing, so that every array has its own guard page."""
+
+    def __init__(self, allocator):
+        self._allocator = allocator
+
+    def malloc(self, size):
+        try:
+            return self._allocator(size)
+        except CUDARuntimeError:
+            raise OutOfMemoryError from None
+
+    def free_all_blocks(self):
+        pass
+
+
+class PinnedMemory:
+    def __init__(self, size, flags=0):
+        self._region = _Region(size)
+        self.ptr, self.size = self._region.start, size
+
+
+@contextlib.contextmanager
+def using_allocator(allocator):
+    before = getattr(CURRENT, "allocator", None)
+    CURRENT.allocator = allocator
+    try:
+        yield
+    finally:
+        CURRENT.allocator = before
 
 
 class ndarray(np.ndarray):  # noqa: N801
@@ -51,6 +169,8 @@ class ndarray(np.ndarray):  # noqa: N801
         return _Ptr(self.ctypes.data)
 
     def get(self, stream=None, blocking=True):
+        if stream is not None:
+            stream.land(to_host=True)
         return np.array(np.asarray(self).view(np.ndarray))
 
     def set(self, host, stream=None):
@@ -64,8 +184,15 @@ def empty(shape, dtype=np.float32):
     shape = (shape,) if np.isscalar(shape) else tuple(shape)
     dtype = np.dtype(dtype)
     n = int(np.prod(shape)) * dtype.itemsize
-    region = _Region(n)
-    buf = (ctypes.c_char * max(n, 1)).from_address(region.start)
+    allocator = getattr(CURRENT, "allocator", None)
+    if allocator is not None:
+        assert isinstance(CURRENT.stream, Stream), "CuPy would order this array's memory by another stream"
+        region = allocator(max(n, 1))
+        start = region.ptr
+    else:
+        region = _Region(n)
+        start = region.start
+    buf = (ctypes.c_char * max(n, 1)).from_address(start)
     a = np.ndarray.__new__(ndarray, shape, dtype, buffer=buf)
     a._region = region
     return a
@@ -111,17 +238,37 @@ array = asarray
 
 class Stream:
     def __init__(self, non_blocking=False):
-        self.ptr = 0
+        self.ptr = len(STREAMS) + 1
+        STREAMS[self.ptr] = self
         self.recording = None
+        self.copies = []
+        self.device = runtime.getDevice()
+        self.synchronised = 0
 
     def __enter__(self):
+        assert runtime.getDevice() == self.device, "a stream of another device"
+        self._before = [*getattr(self, "_before", []), getattr(CURRENT, "stream", None)]
+        CURRENT.stream = self
         return self
 
     def __exit__(self, *a):
+        CURRENT.stream = self._before.pop()
         return False
 
+    def land(self, to_host):
+        """Do the copies to the device that wait; with `to_host` those to the host too, in their order."""
+        left = []
+        for copy in self.copies:
+            kind, to, source, size = copy
+            if to_host or kind == runtime.memcpyHostToDevice:
+                ctypes.memmove(to, source, size)
+            else:
+                left.append(copy)
+        self.copies = left
+
     def synchronize(self):
-        pass
+        self.synchronised += 1
+        self.land(to_host=True)
 
     def begin_capture(self):
         self.recording = []
@@ -132,28 +279,58 @@ class Stream:
         return g
 
 
+class Event:
+    def __init__(self, block=False, disable_timing=False):
+        self.stream = None
+
+    def record(self, stream):
+        self.stream = stream
+
+    def synchronize(self):
+        if self.stream is not None:
+            self.stream.land(to_host=True)
+
+
 class Graph:
     def __init__(self, launches):
         self.launches = launches
 
     def launch(self, stream):
+        stream.land(to_host=False)
         for launch in self.launches:
             launch()
 
 
 class Device:
     def __init__(self, i):
+        self.id = i
         self.compute_capability = os.environ.get("EMU_ARCH", "86")
         self.attributes = {"MultiProcessorCount": int(os.environ.get("EMU_SMS", "28"))}
+        self._before = []
+
+    def __enter__(self):
+        self._before.append(runtime.getDevice())
+        runtime.setDevice(self.id)
+        return self
+
+    def __exit__(self, *a):
+        runtime.setDevice(self._before.pop())
 
     def use(self):
-        pass
+        runtime.setDevice(self.id)
 
 
 me = sys.modules[__name__]
 cuda = types.ModuleType("cupy.cuda")
 cuda.Device = Device
 cuda.Stream = Stream
+cuda.Event = Event
+cuda.runtime = runtime
+cuda.memory = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+cuda.MemoryPool = MemoryPool
+cuda.PythonFunctionAllocator = PythonFunctionAllocator
+cuda.PinnedMemory = PinnedMemory
+cuda.using_allocator = using_allocator
 cuda.get_current_stream = lambda: None
 cupy = types.ModuleType("cupy")
 for n in ("ndarray", "empty", "zeros", "ones", "full", "asarray", "array", "concatenate", "tile"):
@@ -343,9 +520,11 @@ def install():
                 )
                 LAUNCHES[function.name] = LAUNCHES.get(function.name, 0) + 1
 
+            assert runtime.getDevice() == stream.device, "a launch while another device is current"
             if stream.recording is not None:
                 stream.recording.append(run)
             else:
+                stream.land(to_host=False)
                 run()
 
     modules.Modules = Modules

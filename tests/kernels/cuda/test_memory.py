@@ -1,0 +1,29 @@
+"""Memory and transfers of the CUDA backend without a GPU: the tests that need no kernel, on the emulated CuPy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("file", ["test_memory_cuda.py"])
+def test_on_the_emulation(file: str) -> None:
+    # In a process of its own: the emulated CuPy takes the place of the real one for good.
+    command = [sys.executable, "-m", "pytest", "-p", "emu_plugin", "-p", "no:cacheprovider", "-q", "-k", "not kernel"]
+    done = subprocess.run(
+        [*command, f"tests/gpu/{file}"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests" / "emulation")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout, done.stdout
+    assert "skipped" not in done.stdout, done.stdout
