@@ -64,8 +64,8 @@ class DeviceMemoryError(KernelsError):
         if self.limit is None:
             return (
                 f"GPU {self.device} has no room for {_mib(self.wanted)} more {when}: the stage holds "
-                f"{_mib(self.held)}, and {_mib(self.free)} of the GPU's {_mib(self.total)} are free. End other programs "
-                f"on it (nvidia-smi lists them), {fewer}"
+                f"{_mib(self.held)}, and {_mib(self.free)} of the GPU's {_mib(self.total)} are free. End others "
+                f"that use it (nvidia-smi lists them), {fewer}"
             )
         if self.limit <= self.context:
             return (

@@ -30,6 +30,37 @@ class StepRows:
     block_tables: NDArray[np.int32]
 
 
+class _StepInputs:
+    """The indices of a step on the device: views of one array, so that a step takes one copy and not five."""
+
+    _ALIGNMENT = 64
+    """Numbers; each view begins at a multiple."""
+
+    def __init__(self, backend: Backend, rows: int, sequences: int, max_blocks: int) -> None:
+        self._backend = backend
+        self._stride = -(-rows // self._ALIGNMENT) * self._ALIGNMENT
+        self._tables_at = 4 * self._stride
+        size = self._tables_at + sequences * max_blocks
+        self._device = backend.empty((size,), "int32")
+        self._host = np.zeros(size, np.int32)
+        columns = [self._device[place * self._stride :][:rows] for place in range(4)]
+        self.token_ids, self._positions, self._slots, self._sequences = columns
+        self._block_tables = self._device[self._tables_at :].reshape(sequences, max_blocks)
+
+    def write(self, step: StepRows) -> None:
+        """Enqueue one copy of a step's indices."""
+        for place, column in enumerate((step.token_ids, step.positions, step.slots, step.sequences)):
+            self._host[place * self._stride :][: len(column)] = column
+        tables = step.block_tables[: len(self._block_tables)]
+        end = self._tables_at + tables.size
+        self._host[self._tables_at : end] = tables.reshape(-1)
+        self._backend.write(self._device, self._host[:end])
+
+    def rows(self, count: int) -> Rows:
+        """The first `count` rows of what was written, for the ops."""
+        return Rows(count, self._positions, self._slots, self._sequences, self._block_tables)
+
+
 class Decoder:
     """A stage's share of one model on one device: weights, pool, and the buffers of a step.
 
@@ -71,7 +102,9 @@ class Decoder:
         def floats(*shape: int) -> Array:
             return backend.empty(shape, "float32")
 
-        self._token_ids = backend.empty((rows,), "int32")
+        if self._layers or share.has_embed:
+            # Block tables are for layers.
+            self._inputs = _StepInputs(backend, rows, share.max_sequences if self._layers else 0, self.max_blocks)
         self._residual = floats(rows, hidden)
         if share.has_head:
             self._head_rows = backend.empty((self.max_head_rows,), "int32")
@@ -93,13 +126,6 @@ class Decoder:
                 self._shared_gated = backend.activations(rows, experts.shared_size)
         if model.post_norms or (experts is not None and experts.shared_gate):
             self._result = floats(rows, hidden)
-        self._rows = Rows(
-            count=0,
-            positions=backend.empty((rows,), "int32"),
-            slots=backend.empty((rows,), "int32"),
-            sequences=backend.empty((rows,), "int32"),
-            block_tables=backend.empty((share.max_sequences, self.max_blocks), "int32"),
-        )
         used = {spec.rope for spec in self._layer_specs() if spec.rope is not None}
         self._ropes = {
             index: load_rope(model.ropes[index], max_positions, share.max_context, backend) for index in used
@@ -121,16 +147,10 @@ class Decoder:
         hidden: float32 [rows, hidden_size], of the stage before; None if this one owns the embedding.
         """
         count = len(step.positions)
-        if hidden is None:
-            self._backend.write(self._token_ids, step.token_ids)
-        else:
+        if hidden is not None:
             self._backend.write(self._residual, hidden)
-        if self._layers:
-            self._backend.write(self._rows.positions, step.positions)
-            self._backend.write(self._rows.slots, step.slots)
-            self._backend.write(self._rows.sequences, step.sequences)
-            self._backend.write(self._rows.block_tables, step.block_tables)
         if self._layers or self._share.has_embed:
+            self._inputs.write(step)
             self._backend.replay(("layers", count), lambda: self._issue_layers(count))
 
     def hidden(self, count: int) -> NDArray[np.float32]:
@@ -154,24 +174,31 @@ class Decoder:
     def _issue_layers(self, count: int) -> None:
         backend, model = self._backend, self._model
         if self._share.has_embed:
-            backend.embedding(self._token_ids, self._embed, self._residual, count, scale=model.embedding_scale)
+            backend.embedding(self._inputs.token_ids, self._embed, self._residual, count, scale=model.embedding_scale)
         if not self._layers:
             return
-        shared = self._rows
-        rows = Rows(count, shared.positions, shared.slots, shared.sequences, shared.block_tables)
+        rows = self._inputs.rows(count)
         backend.begin_step(rows, self._cache, model.num_heads)
         for index, (spec, layer) in enumerate(zip(self._layer_specs(), self._layers, strict=True)):
             self._issue_attention(index, spec, layer, rows)
-            backend.rms_norm(self._residual, layer.mlp_norm, model.norm_eps, self._normed, count)
             if layer.experts is not None:
+                backend.rms_norm(self._residual, layer.mlp_norm, model.norm_eps, self._normed, count)
                 self._issue_experts(layer.experts, count)
             if layer.mlp is not None:
-                self._issue_mlp(layer.mlp, layer.mlp_post_norm, count)
+                self._issue_mlp(layer.mlp_norm, layer.mlp, layer.mlp_post_norm, count)
 
     def _issue_attention(self, index: int, spec: LayerSpec, layer: LayerWeights, rows: Rows) -> None:
         backend, model = self._backend, self._model
-        backend.rms_norm(self._residual, layer.attention_norm, model.norm_eps, self._normed, rows.count)
-        backend.linear(self._normed, layer.qkv, self._qkv, rows.count, bias=layer.qkv_bias)
+        backend.norm_linear(
+            self._residual,
+            layer.attention_norm,
+            model.norm_eps,
+            self._normed,
+            layer.qkv,
+            self._qkv,
+            rows.count,
+            bias=layer.qkv_bias,
+        )
         backend.rope_kv_write(
             self._qkv,
             rows,
@@ -195,11 +222,24 @@ class Decoder:
         )
         self._add_linear(self._attended, layer.output, layer.output_bias, layer.attention_post_norm, rows.count)
 
-    def _issue_mlp(self, mlp: MlpWeights, post_norm: Array | None, count: int) -> None:
-        self._backend.gated_linear(
-            self._normed, mlp.gate_up, self._gated, count, activation=self._model.activation, bias=mlp.gate_up_bias
+    def _issue_mlp(self, norm: Array, mlp: MlpWeights, post_norm: Array | None, count: int) -> None:
+        self._backend.norm_mlp(
+            self._residual,
+            norm,
+            self._model.norm_eps,
+            self._normed,
+            mlp.gate_up,
+            self._gated,
+            mlp.down,
+            self._residual if post_norm is None else self._result,
+            count,
+            activation=self._model.activation,
+            gate_up_bias=mlp.gate_up_bias,
+            down_bias=mlp.down_bias,
+            accumulate=post_norm is None,
         )
-        self._add_linear(self._gated, mlp.down, mlp.down_bias, post_norm, count)
+        if post_norm is not None:
+            self._backend.add_rms_norm(self._result, post_norm, self._model.norm_eps, self._residual, count)
 
     def _issue_experts(self, layer: ExpertsWeights, count: int) -> None:
         backend, model = self._backend, self._model

@@ -19,6 +19,7 @@ from shardline.kernels.cuda.device import OLDEST_ARCH, class_of
 from shardline.kernels.cuda.memory import DeviceMemory
 from shardline.kernels.cuda.modules import Launcher, Modules
 from shardline.kernels.cuda.pack import Packer
+from shardline.kernels.cuda.transfers import Downloads, Uploads
 from shardline.kernels.errors import UnsupportedOperationError
 
 MAX_GRAPHS = 64
@@ -57,6 +58,7 @@ class CudaCore(Backend):
         self._modules = Modules(self.arch, cubin_cache)
         self._launcher = Launcher(self.arch)
         self._packer = Packer(self._launch)
+        self._uploads, self._downloads = Uploads(self._stream), Downloads(self._stream)
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._capturing = False
@@ -92,16 +94,14 @@ class CudaCore(Backend):
             return
         fits = target.dtype == host.dtype and target.shape[1:] == host.shape[1:] and len(host) <= len(target)
         assert fits, f"{host.dtype} {host.shape} does not fit into {target.dtype} {target.shape}"
-        # From pageable memory the copy has read all of `host` when this returns.
-        source = np.ascontiguousarray(host)
-        target[: len(source)].set(source, stream=self._stream)
+        assert target.flags.c_contiguous, "write wants a contiguous array"
+        self._uploads.send(target.data.ptr, host)
 
     def read(self, source: Array) -> NDArray[Any]:
         if isinstance(source, Activations):
             return source.read(self._stream)
         assert source.flags.c_contiguous, "read wants a contiguous array"
-        host: NDArray[Any] = source.get(stream=self._stream, blocking=True)
-        return host
+        return self._downloads.fetch(source)
 
     def allocate_kv(self, layout: KVLayout) -> KVCache:
         assert layout.dtype == "float16", f"a CUDA pool is float16, not {layout.dtype}"
@@ -132,6 +132,7 @@ class CudaCore(Backend):
             self._graphs.clear()
             self._buffers.clear()
             self._between.clear()
+            self._downloads.close()
             self._memory.close()
         self._resident_bytes = 0
 

@@ -31,6 +31,7 @@ class DeviceMemory:
         self._device = device
         self._limit = limit
         self._closed = False
+        self._free = cupy.cuda.runtime.free  # here, since arrays may end with the interpreter
         self._held: dict[int, int] = {}
         self._held_bytes = 0
         if limit is not None and limit <= CONTEXT_BYTES:
@@ -60,7 +61,7 @@ class DeviceMemory:
         self._pool.free_all_blocks()
         held, self._held, self._held_bytes = self._held, {}, 0
         for pointer in held:
-            cupy.cuda.runtime.free(pointer)
+            self._free(pointer)
 
     def _take(self, size: int, device: int) -> int:
         assert device == self._device, f"memory of GPU {self._device} asked for while GPU {device} is current"
@@ -79,7 +80,7 @@ class DeviceMemory:
         size = self._held.pop(pointer, None)
         if size is not None:
             self._held_bytes -= size
-            cupy.cuda.runtime.free(pointer)
+            self._free(pointer)
 
     def _error(self, wanted: int) -> DeviceMemoryError:
         free, total = cupy.cuda.runtime.memGetInfo()

@@ -44,7 +44,7 @@ class _Region:
         # uninitialised memory is a NaN that nothing computes
         ctypes.memset(self.start, 0x7F, rounded)
 
-    def __del__(self):
+    def __del__(self, libc=libc):
         libc.munmap(self.base, self.size)
 
 

@@ -85,7 +85,8 @@ def test_a_steps_buffers_fit_in_what_was_foreseen(name, tiny_model, experts):
         share = StageSpec(0, first, end, first == 0, end == 3, 8, 16, "float32", 96, 5, 128, 1)
         backend = Counting()
         Stage(share, checkpoint, backend).close()
-        tables = 4 * (4 * 96 + 5 * 8 + 5)  # ids, positions, slots, sequences; blocks; rows of the head
+        # Ids, positions, slots and sequences, each padded to 128; blocks; rows of the head.
+        tables = 4 * (4 * 128 + 5 * 8 + 5)
         foreseen = workspace_bytes(model, 96, 5, head=share.has_head)
         between = 0
         if model.experts is not None:
@@ -118,7 +119,7 @@ def test_tables_take_what_was_foreseen(name, tiny_model, experts):
             tables = []
             if first < end:
                 tables = [array for rope in decoder._ropes.values() for array in (rope.cos, rope.sin)]
-                tables.append(decoder._rows.block_tables)
+                tables.append(decoder._inputs.rows(1).block_tables)
             foreseen[first, end] = costs.table_bytes(first, end, blocks)
             assert sum(array.nbytes for array in tables) == foreseen[first, end]
             backend.close()

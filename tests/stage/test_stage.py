@@ -31,6 +31,22 @@ def plan(step_id, runs=(), starts=(), forget=()):
     return StepPlan(step_id, tuple(forget), tuple(starts), tuple(runs))
 
 
+def counted(backend, names):
+    """How often each of those methods is called from here on, with the bytes that went in."""
+    calls = {name: [] for name in names}
+
+    def count(name, method):
+        def call(*args):
+            calls[name].append(getattr(args[-1], "nbytes", 0) if args else 0)
+            return method(*args)
+
+        return call
+
+    for name in names:
+        setattr(backend, name, count(name, getattr(backend, name)))
+    return calls
+
+
 def poison(*names):
     """Scales that are no numbers: to read such a tensor is an error."""
 
@@ -60,6 +76,39 @@ def test_a_stage_reads_its_own_tensors_only(tiny_model, stage_row):
         Stage(replace(specs[1], first_layer=3), checkpoint, backend)
     backend.close()
     checkpoint.close()
+
+
+def test_a_step_is_few_copies_and_one_wait(tiny_model, stage_row):
+    """All indices go up in one copy, and nothing is read or waited for but the result."""
+    row = stage_row(tiny_model(), (1, 2), max_step_tokens=128, block_size=16)
+    calls = [counted(stage._backend, ("write", "read", "sample")) for stage in row.stages]
+    row.run(row.plan({0: PROMPT, 1: PROMPT[:5]}, samples=True))
+    tables = 4 * 2 * row.stages[0]._decoder.max_blocks
+    indices = 4 * 4 * 128 + tables
+    hidden = 4 * 45 * row.model.hidden_size
+    assert [one["write"] for one in calls] == [[indices], [hidden, indices], [hidden, indices, 4 * 2]]
+    assert [len(one["read"]) for one in calls] == [1, 1, 0]
+    assert [len(one["sample"]) for one in calls] == [0, 0, 1]
+
+
+def test_hidden_states_are_the_receivers_and_the_senders_own(tiny_model, stage_row):
+    """What came in may be overwritten as soon as the stage has it, and what went out stays while later steps run."""
+    path = tiny_model()
+    expected = stage_row(path, (1, 2))
+    row = stage_row(path, (1, 2))
+    kept = []
+    for _ in range(3):
+        tokens = {0: PROMPT[:7]}
+        wanted, sent = expected.plan(tokens), row.plan(tokens)
+        first = row.stages[0].run(sent, None).hidden
+        received = np.empty((first.nbytes + 8,), np.uint8)[8:].view(np.float32).reshape(first.shape)
+        received[...] = first
+        second = row.stages[1].run(sent, received).hidden
+        received[...] = np.nan
+        _, passed = expected.logits(wanted)
+        kept.append(([first, second], [array.copy() for array in passed]))
+    for given, passed in kept:
+        assert all(np.array_equal(a, b) for a, b in zip(given, passed, strict=True))
 
 
 def test_an_embedding_that_is_not_the_head_stays_on_the_first_stage(tiny_model, stage_row):

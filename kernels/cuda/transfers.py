@@ -1,0 +1,118 @@
+"""Pinned host memory, through which arrays go to a device and come back: the copies wait for nobody but the stream."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+LEAST_BYTES = 1 << 16
+"""Of one buffer: several steps' indices."""
+
+_ALIGNMENT = 256
+_PORTABLE = 1  # cudaHostAllocPortable: pinned for every device of the process
+
+
+def _round_up(size: int) -> int:
+    """A power of two, so that steps of many sizes share few buffers."""
+    return max(LEAST_BYTES, 1 << (size - 1).bit_length())
+
+
+class _Half:
+    """One of two buffers that uploads fill in turn."""
+
+    def __init__(self) -> None:
+        self.event = cupy.cuda.Event(disable_timing=True)
+        self.grow(LEAST_BYTES)
+
+    def grow(self, size: int) -> None:
+        """A new buffer of at least that size; nothing may read the old one any more."""
+        self.size, self.used = _round_up(size), 0
+        self.memory = cupy.cuda.PinnedMemory(self.size, _PORTABLE)
+        self.bytes = _view(self.memory, self.size, self.memory)
+
+
+class Uploads:
+    """Copies to the device on one stream. The source may be changed as soon as `send` returns.
+
+    A copy waits only when both halves are full of copies that the device has not done yet.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._half, self._other = _Half(), _Half()
+
+    def send(self, target: int, source: NDArray[Any]) -> None:
+        """Enqueue a copy to that device address. `source` need not be contiguous."""
+        size = source.nbytes
+        if not size:
+            return
+        half = self._half
+        if half.used + size > half.size:
+            half = self._turn(size)
+        staged = half.bytes[half.used : half.used + size]
+        np.copyto(staged.view(source.dtype).reshape(source.shape), source)
+        runtime = cupy.cuda.runtime
+        runtime.memcpyAsync(target, half.memory.ptr + half.used, size, runtime.memcpyHostToDevice, self._stream.ptr)
+        half.used = -(-(half.used + size) // _ALIGNMENT) * _ALIGNMENT
+
+    def _turn(self, size: int) -> _Half:
+        """Go on with the other half, once the copies out of it are done."""
+        self._half.event.record(self._stream)
+        self._half, self._other = self._other, self._half
+        half = self._half
+        half.event.synchronize()
+        half.used = 0
+        if half.size < size:
+            half.grow(size)
+        return half
+
+
+class _Lease:
+    """Brings a buffer back when the last array on it is gone."""
+
+    def __init__(self, memory: Any, home: list[Any]) -> None:
+        self._memory, self._home = memory, home
+
+    def __del__(self) -> None:
+        self._home.append(self._memory)
+
+
+class Downloads:
+    """Copies from the device. Each array that `fetch` returns is the caller's for as long as it is held."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._free: dict[int, list[Any]] = {}
+
+    def fetch(self, source: Any) -> NDArray[Any]:
+        """Wait for what is on the stream, then return a C-contiguous device array's contents."""
+        if not source.nbytes:
+            return np.empty(source.shape, source.dtype)
+        pointer, host = self._take(source.nbytes)
+        runtime = cupy.cuda.runtime
+        runtime.memcpyAsync(pointer, source.data.ptr, source.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
+        self._stream.synchronize()
+        values: NDArray[Any] = host.view(source.dtype).reshape(source.shape)
+        return values
+
+    def close(self) -> None:
+        """Unpin what nobody holds; the rest follows when its arrays are gone."""
+        self._free.clear()
+
+    def _take(self, size: int) -> tuple[int, NDArray[np.uint8]]:
+        rounded = _round_up(size)
+        free = self._free.setdefault(rounded, [])
+        memory = free.pop() if free else cupy.cuda.PinnedMemory(rounded, _PORTABLE)
+        return memory.ptr, _view(memory, size, _Lease(memory, free))
+
+
+def _view(memory: Any, size: int, keeper: object) -> NDArray[np.uint8]:
+    """Pinned bytes as an array; `keeper` lives as long as it and its views do."""
+    owner: Any = (ctypes.c_char * size).from_address(memory.ptr)
+    owner.keeper = keeper
+    view: NDArray[np.uint8] = np.frombuffer(owner, np.uint8)
+    return view
