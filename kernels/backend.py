@@ -128,12 +128,17 @@ class Backend(ABC):
     def write(self, target: Array, host: NDArray[Any]) -> None:
         """Enqueue a copy of `host` into the leading part of `target` (same dtype; leading dimension may be shorter).
 
-        `host` may be changed by the caller as soon as this returns.
+        `host` may be changed by the caller as soon as this returns: hidden states are written right out of the buffer
+        that they were received in.
         """
 
     @abstractmethod
     def read(self, source: Array) -> NDArray[Any]:
-        """Wait, then return a host copy of `source`."""
+        """Wait, then return a host copy of `source`.
+
+        It is the caller's for as long as it, or a view of it, is held: hidden states are sent right out of it, while
+        later steps run.
+        """
 
     @abstractmethod
     def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
@@ -233,6 +238,51 @@ class Backend(ABC):
 
         x [>= rows, K]; weight from `load_gated`; out [>= rows, N]; bias [2 N]: of the gate, then of the up.
         """
+
+    def norm_linear(
+        self,
+        x: Array,
+        norm: Array,
+        eps: float,
+        normed: Array,
+        weight: Weight,
+        out: Array,
+        rows: int,
+        *,
+        bias: Array | None = None,
+    ) -> None:
+        """`rms_norm` of x into `normed`, then `linear` of that; a backend may do both at once, with the same bits.
+
+        `normed` is scratch: what it holds afterwards is undefined.
+        """
+        self.rms_norm(x, norm, eps, normed, rows)
+        self.linear(normed, weight, out, rows, bias=bias)
+
+    def norm_mlp(
+        self,
+        x: Array,
+        norm: Array,
+        eps: float,
+        normed: Array,
+        gate_up: Weight,
+        gated: Array,
+        down: Weight,
+        out: Array,
+        rows: int,
+        *,
+        activation: Activation = "silu",
+        gate_up_bias: Array | None = None,
+        down_bias: Array | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        """`rms_norm` of x into `normed`, `gated_linear` of that into `gated`, `linear` of that; a backend may do them
+        in fewer steps, with the same bits. `out` may be x.
+
+        `normed` and `gated` are scratch: what they hold afterwards is undefined.
+        """
+        self.rms_norm(x, norm, eps, normed, rows)
+        self.gated_linear(normed, gate_up, gated, rows, activation=activation, bias=gate_up_bias)
+        self.linear(gated, down, out, rows, bias=down_bias, accumulate=accumulate)
 
     @abstractmethod
     def route(
