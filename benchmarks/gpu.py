@@ -13,6 +13,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from benchmarks.record import RESULTS, spread
 from cupy_backends.cuda.libs import nvrtc
 
 from shardline import __version__
@@ -21,7 +22,8 @@ from shardline.kernels.cuda.backend import CudaBackend
 from shardline.kernels.cuda.compile import HERE
 from shardline.kernels.cuda.pack import Format, blocks_of, pad_to
 
-RESULTS = Path(__file__).parent / "results"
+__all__ = ["RESULTS", "BenchBackend", "limits", "spread", "surroundings", "write"]
+
 SOURCE = np.frombuffer(np.random.default_rng(0).bytes(1 << 24), np.uint32)
 
 
@@ -133,11 +135,6 @@ def limits(backend: BenchBackend) -> tuple[float, float]:
     multiplied = backend.seconds(lambda: rate((blocks,), (512,), (out, np.int32(rounds)), stream=stream))
     flops = blocks * 16 * rounds * 8 * 2 * 16 * 8 * 16
     return 2 * a.nbytes / statistics.median(copied), flops / statistics.median(multiplied)
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and most."""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def surroundings(commit: str | None) -> dict[str, Any]:

@@ -17,48 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.geometries import QWEN3_8B, QWEN3_30B_A3B
 from benchmarks.gpu import RESULTS, BenchBackend, spread, surroundings, write
 
-from shardline.kernels import RouterRule
 from shardline.scheduler.params import SamplingParams
 from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan
-from shardline.stage import LayerSpec, ModelSpec, RopeSpec, Stage, StageSpec
+from shardline.stage import ModelSpec, Stage, StageSpec
 from shardline.stage.roles import matrix_shapes, vector_shapes
-from shardline.stage.spec import ExpertsSpec
 
-QWEN3_8B = ModelSpec(
-    architecture="qwen3",
-    num_layers=36,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    context_length=4096,
-    norm_eps=1e-6,
-    layers=(LayerSpec(),) * 36,
-    ropes=(RopeSpec(1e6, 128, False),),
-    qk_norm="head",
-    tied_embeddings=False,
-)
-QWEN3_30B_A3B = ModelSpec(
-    architecture="qwen3moe",
-    num_layers=48,
-    hidden_size=2048,
-    intermediate_size=0,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    context_length=4096,
-    norm_eps=1e-6,
-    layers=(LayerSpec(experts=True),) * 48,
-    ropes=(RopeSpec(1e6, 128, False),),
-    qk_norm="head",
-    tied_embeddings=False,
-    experts=ExpertsSpec(128, 768, RouterRule(8)),
-)
 PROMPT, DECODED, CONTEXT, BLOCK = 128, 64, 256, 16
 BATCHES = (1, 4, 16, 64, 128, 256)
 PREFILLS = (512, 2048)
