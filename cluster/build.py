@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from shardline.cluster import hub
 from shardline.cluster.engine import Engine
+from shardline.cluster.errors import PlanningError
+from shardline.cluster.gpus import NodeGpu, gpus_here, gpus_of
 from shardline.cluster.local_pipeline import LocalPipeline
 from shardline.cluster.models import Progress, resolve
 from shardline.cluster.planning.placement import Device, ModelBytes, PipelinePlan, Wanted
 from shardline.cluster.planning.planner import plan_pipeline
-from shardline.cluster.stage_options import check_stage_options
+from shardline.cluster.planning.stage_costs import mib
+from shardline.cluster.stage_options import check_stage_options, gpu_numbers
 from shardline.cluster.text.model_text import ModelText
 from shardline.kernels import cuda_device
 from shardline.scheduler import InvalidParameterError, SchedulerConfig
@@ -24,7 +27,7 @@ from shardline.stage import Checkpoint, matrix_shapes, open_checkpoint, vector_s
 from shardline.stage.roles import EXPERT_ROLES
 
 if TYPE_CHECKING:
-    from shardline.cluster.ray_runtime import NodeInfo
+    from shardline.cluster.ray_runtime import NodeInfo, StagePlacement
 
 CHANNEL_BLOCK = 64
 """The CPU backend pads a matrix to whole blocks of this many output channels."""
@@ -65,8 +68,11 @@ class EngineOptions:
         context: The most tokens of one sequence; None for what the model was made for and the memory holds.
         concurrency: Sequences of that length that the pool is made for.
         threads: CPU threads of each stage; None for all cores that this process may use.
-        device: "cpu", or "cuda:N" for one stage in this process on the Nth GPU.
-        memory: Bytes that each stage may take; None shares what is free.
+        device: "cpu"; "gpu" for all GPUs of the cluster; "cuda:0,cuda:2" for some of this machine; "cuda:N" alone is
+            one stage in this process, unless there are to be more.
+        memory: Bytes that each CPU stage may take; None shares what is free.
+        gpu_memory: Bytes that each stage's process may take of its GPU, or one number for all; None shares what is
+            free. More numbers than GPUs put several stages on one.
         block_size, kv_dtype, max_sequences, max_step_tokens, prefill_chunk, prefix_cache: See `Wanted` and
             `SchedulerConfig`.
     """
@@ -80,6 +86,7 @@ class EngineOptions:
     threads: int | None = None
     device: str = "cpu"
     memory: tuple[int, ...] | None = None
+    gpu_memory: tuple[int, ...] | None = None
     block_size: int = 16
     kv_dtype: str = "float16"
     max_sequences: int = 64
@@ -92,14 +99,17 @@ class EngineOptions:
         """How many stages are asked for, if that is said; a list of memory says it too."""
         if self.split is not None:
             return len(self.split)
-        if self.stages is not None or self.memory is None:
+        if self.stages is not None:
             return self.stages
-        return len(self.memory)
+        if self.gpu_memory is not None and len(self.gpu_memory) > 1:
+            return len(self.gpu_memory)
+        return None if self.memory is None else len(self.memory)
 
     @property
     def uses_ray(self) -> bool:
         """Whether the stages are Ray actors."""
-        return self.address is not None or (self.stage_count or 1) > 1
+        several_gpus = self.device == "gpu" or "," in self.device
+        return several_gpus or self.address is not None or (self.stage_count or 1) > 1
 
 
 def model_bytes(checkpoint: Checkpoint) -> ModelBytes:
@@ -184,36 +194,90 @@ def cpu_devices(
     ]
 
 
-def gpu_device(name: str, memory: Sequence[int] | None) -> Device:
-    """The GPU "cuda:N" of this machine, with what of its memory is free now, or as much as `memory` allows.
+def gpu_device(name: str, limit: int | None) -> Device:
+    """The GPU "cuda:N" of this machine, with what of its memory is free now, or as much as the limit allows.
 
-    Raises DeviceUnavailableError.
+    Raises DeviceUnavailableError, PlanningError.
     """
-    found = cuda_device(int(name.removeprefix("cuda:")))
-    free = max(0, int(MEMORY_SHARE * found.free_bytes) - GPU_WORKSPACE_BYTES)
-    return Device(
-        name=f"GPU {found.index} ({found.name})",
-        node=platform.node() or "localhost",
-        free_bytes=free if memory is None else min(free, memory[0]),
-        bytes_per_second=GPU_STREAM_SHARE * found.bytes_per_second,
-        numeric_class=found.numeric_class,
-        backend=name,
+    card = cuda_device(int(name.removeprefix("cuda:")))
+    here = platform.node() or "localhost"
+    return gpu_shares([NodeGpu(here, here, True, card)], 1, None if limit is None else (limit,), backend=name)[0]
+
+
+def gpu_shares(
+    gpus: Sequence[NodeGpu], count: int, limits: Sequence[int] | None, *, backend: str = "cuda:0"
+) -> list[Device]:
+    """Shares of GPUs for `count` stages, or more to choose from where there are more GPUs.
+
+    More stages than GPUs are dealt over them evenly, those of one GPU side by side, and take turns on it.
+
+    Args:
+        gpus: In the order of the pipeline.
+        count: Of stages.
+        limits: Bytes of each stage's process, CUDA's context included; one number for all; None shares what is free.
+        backend: What computes; a stage's process over Ray sees its own GPU alone, so it is the first one there.
+
+    Raises:
+        PlanningError: the limits of a GPU are more than what is free on it.
+    """
+    each = limits if limits is not None and len(limits) > 1 else None
+    if each is not None:
+        # The list is the stages': further GPUs have no limit of their own, so they stay out.
+        gpus = gpus[: len(each)]
+    devices: list[Device] = []
+    for index, gpu in enumerate(gpus):
+        stages = max(1, len(range(index, count, len(gpus))))
+        if each is not None:
+            sizes = list(each[len(devices) : len(devices) + stages])
+        else:
+            sizes = [limits[0] if limits else gpu.card.free_bytes // stages] * stages
+        if sum(sizes) > gpu.card.free_bytes:
+            raise PlanningError(_too_much(gpu, sizes))
+        for place, size in enumerate(sizes):
+            share = size if limits else int(MEMORY_SHARE * size)
+            devices.append(
+                Device(
+                    name=gpu.name + f" {place + 1}/{stages}" * (stages > 1),
+                    node=gpu.node,
+                    free_bytes=max(0, share - GPU_WORKSPACE_BYTES),
+                    bytes_per_second=GPU_STREAM_SHARE * gpu.card.bytes_per_second,
+                    compute=f"{gpu.node} {gpu.card.bus_id or gpu.card.index}",
+                    step_seconds=HOP_SECONDS if count > 1 else 0.0,
+                    numeric_class=gpu.card.numeric_class,
+                    backend=backend,
+                    gpu=gpu.card.bus_id or None,
+                    memory_limit=size,
+                )
+            )
+    return devices
+
+
+def _too_much(gpu: NodeGpu, sizes: Sequence[int]) -> str:
+    card = gpu.card
+    what = " + ".join(mib(size) for size in sizes) + f" = {mib(sum(sizes))}" * (len(sizes) > 1)
+    return (
+        f"{gpu.name} has {mib(card.free_bytes)} of {mib(card.total_bytes)} free, and --gpu-memory gives its "
+        f"{'stages' if len(sizes) > 1 else 'stage'} {what}: give less, end what else runs there (nvidia-smi lists it), "
+        "or add a GPU"
     )
 
 
 def wanted(options: EngineOptions) -> Wanted:
     """The planner's wish for these options. Raises InvalidParameterError for what no plan could satisfy."""
+    numbers = () if options.device == "cpu" else gpu_numbers(options.device)
     check_stage_options(
-        block_size=options.block_size, kv_dtype=options.kv_dtype, threads=options.threads, device=options.device
+        block_size=options.block_size,
+        kv_dtype=options.kv_dtype,
+        threads=options.threads,
+        device=options.device if options.device == "cpu" else f"cuda:{(*numbers, 0)[0]}",
     )
     for field in ("concurrency", "max_sequences", "max_step_tokens", "prefill_chunk"):
         if not 1 <= getattr(options, field) <= MOST:
             raise InvalidParameterError(field, getattr(options, field), f"an integer from 1 to {MOST}")
-    if options.device != "cpu" and (options.uses_ray or (options.stage_count or 1) > 1):
-        raise InvalidParameterError("device", options.device, "cpu for several stages: GPUs over Ray are not built yet")
+    _check_memory(options)
     if options.memory is not None and options.stage_count != len(options.memory):
         raise InvalidParameterError(
-            "memory", ",".join(map(str, options.memory)), f"one number for each of {options.stage_count} stages"
+            "memory", _listed(options.memory), f"one number for each of {options.stage_count} stages"
         )
     return Wanted(
         context=options.context,
@@ -227,6 +291,25 @@ def wanted(options: EngineOptions) -> Wanted:
     )
 
 
+def _check_memory(options: EngineOptions) -> None:
+    """That each kind of memory is limited by its own option. Raises InvalidParameterError."""
+    if options.gpu_memory is None:
+        if options.memory is not None and options.device != "cpu":
+            raise InvalidParameterError("memory", _listed(options.memory), "for CPU stages: a GPU has --gpu-memory")
+        return
+    if options.device == "cpu":
+        raise InvalidParameterError("gpu_memory", _listed(options.gpu_memory), "for GPUs: give --device gpu too")
+    if options.memory is not None:
+        raise InvalidParameterError("memory", _listed(options.memory), "not given beside --gpu-memory")
+    if len(options.gpu_memory) not in (1, options.stage_count):
+        allowed = f"one size for all, or one for each of {options.stage_count} stages"
+        raise InvalidParameterError("gpu_memory", _listed(options.gpu_memory), allowed)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ",".join(map(str, sizes))
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A planned engine that has not been built yet. Pickles.
@@ -237,6 +320,7 @@ class Prepared:
         plan: The plan.
         node_ids: Ray's id of each stage's node; None leaves the placement to Ray.
         hub_model: That of the Hugging Face hub whose files the stages' nodes fetch, each its own stage's.
+        num_gpus: How many GPUs a local Ray must count; None: as many as it finds.
     """
 
     options: EngineOptions
@@ -244,6 +328,18 @@ class Prepared:
     plan: PipelinePlan
     node_ids: tuple[str, ...] | None
     hub_model: hub.HubModel | None = None
+    num_gpus: int | None = None
+
+    @property
+    def placements(self) -> list[StagePlacement] | None:
+        """Where Ray shall put the stages; None leaves it to Ray."""
+        from shardline.cluster.ray_runtime import StagePlacement
+
+        gpus = [stage.device.gpu for stage in self.plan.stages]
+        if self.node_ids is None and not any(gpus):
+            return None
+        nodes = self.node_ids or (None,) * len(gpus)
+        return [StagePlacement(node, gpu=gpu) for node, gpu in zip(nodes, gpus, strict=True)]
 
 
 def prepare(options: EngineOptions, *, progress: Progress | None = None) -> Prepared:
@@ -262,20 +358,50 @@ def prepare(options: EngineOptions, *, progress: Progress | None = None) -> Prep
         model, size = checkpoint.spec, model_bytes(checkpoint)
     finally:
         checkpoint.close()
-    if options.address in (None, "local"):
+    on_cluster = options.address not in (None, "local")
+    if options.device != "cpu" and options.uses_ray:
+        gpus = chosen_gpus(options)
+        devices = gpu_shares(gpus, options.stage_count or len(gpus), options.gpu_memory)
+        if wish.stages is None and wish.split is None:
+            wish = replace(wish, stages=min(len(devices), model.num_layers))
+        plan = plan_pipeline(model, size, devices, wish)
+        nodes = tuple(stage.device.node for stage in plan.stages) if on_cluster else None
+        count = None if on_cluster else 1 + max(gpu.card.index for gpu in gpus)
+        return Prepared(options, path, plan, nodes, hub_model, count)
+    if not on_cluster:
         if options.device == "cpu":
             count = 1 if options.stage_count is None else max(1, options.stage_count)
             devices = cpu_devices(count, memory=options.memory, threads=options.threads)
         else:
-            devices = [gpu_device(options.device, options.memory)]
+            devices = [gpu_device(options.device, options.gpu_memory[0] if options.gpu_memory else None)]
         return Prepared(options, path, plan_pipeline(model, size, devices, wish), None, hub_model)
     from shardline.cluster.ray_runtime import describe_cluster
 
-    nodes = describe_cluster(options.address)
+    found = describe_cluster(options.address)
     if wish.stages is None and wish.split is None:
-        wish = replace(wish, stages=min(len(nodes), model.num_layers))
-    plan = plan_pipeline(model, size, cluster_devices(nodes, options), wish)
+        wish = replace(wish, stages=min(len(found), model.num_layers))
+    plan = plan_pipeline(model, size, cluster_devices(found, options), wish)
     return Prepared(options, path, plan, tuple(stage.device.node for stage in plan.stages), hub_model)
+
+
+def chosen_gpus(options: EngineOptions) -> list[NodeGpu]:
+    """The GPUs that the options name. Raises PlanningError when there is none, or not that one."""
+    if options.address in (None, "local"):
+        found = gpus_here()
+    else:
+        from shardline.cluster.ray_runtime import connected, describe_cluster
+
+        with connected(options.address):
+            found = gpus_of(describe_cluster(options.address))
+    if options.device == "gpu":
+        return found
+    here = {gpu.card.index: gpu for gpu in found if gpu.is_here}
+    numbers = gpu_numbers(options.device)
+    missing = [f"cuda:{number}" for number in numbers if number not in here]
+    if missing:
+        there = ", ".join(f"cuda:{number} ({gpu.card.name})" for number, gpu in here.items()) or "none"
+        raise PlanningError(f"there is no {', '.join(missing)} here that can be used; there is {there}")
+    return [here[number] for number in numbers]
 
 
 def cluster_devices(nodes: Sequence[NodeInfo], options: EngineOptions) -> list[Device]:
@@ -337,9 +463,7 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
         raise
     checkpoint.close()
     from shardline.cluster.ray_pipeline import RayPipeline
-    from shardline.cluster.ray_runtime import StagePlacement
     from shardline.cluster.stage_loading import HubLoader
 
     source = path if prepared.hub_model is None else HubLoader(prepared.hub_model)
-    placements = None if prepared.node_ids is None else [StagePlacement(node_id) for node_id in prepared.node_ids]
-    return Engine(RayPipeline(specs, source, placements), text, scheduler)
+    return Engine(RayPipeline(specs, source, prepared.placements), text, scheduler)

@@ -143,6 +143,7 @@ class LocalPipeline:
                 rows=slot.rows,
                 busy_seconds=slot.busy_seconds,
                 wall_seconds=0.0 if slot.first_step is None else now - slot.first_step,
+                numeric_class=slot.backend.numeric_class,
             )
             for slot in self._slots
             if slot is not None

@@ -22,6 +22,7 @@ class StageStats:
         busy_seconds: Time inside `Stage.run`.
         wall_seconds: Time since its first step.
         send_seconds, receive_seconds: Time its data threads spent moving frames (not waiting for them).
+        numeric_class: Stages of one class compute the same bits; see `Backend.numeric_class`.
     """
 
     spec: StageSpec
@@ -34,6 +35,7 @@ class StageStats:
     wall_seconds: float
     send_seconds: float = 0.0
     receive_seconds: float = 0.0
+    numeric_class: str = ""
 
 
 class Pipeline(Protocol):

@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from shardline.cluster.errors import ShardlineError, StageLostError, TransportError
+from shardline.cluster.gpus import CudaFinder, GpuFinder
 from shardline.cluster.pipeline import StageStats
 from shardline.cluster.ray_runtime import StagePlacement
 from shardline.cluster.stage_actor import LOOPBACK, host_address
@@ -40,6 +41,7 @@ class RayPipeline:
         model: Path | str | StageLoader,
         placements: Sequence[StagePlacement] | None = None,
         config: RayPipelineConfig | None = None,
+        finder: GpuFinder | None = None,
     ) -> None:
         """
         Args:
@@ -47,6 +49,7 @@ class RayPipeline:
             model: A model file, which every node has at the same path; or how a node gets its stage otherwise.
             placements: Where each stage goes; None leaves it to Ray.
             config: Limits.
+            finder: How processes learn which GPU they have; None asks the driver.
 
         Raises:
             ModelNotFoundError, CheckpointError: this host's own copy of the file is missing or cannot be used.
@@ -64,6 +67,7 @@ class RayPipeline:
             self._config,
             self._max_in_flight,
             lambda stage: self._diagnose(f"the process of stage {stage} died"),
+            finder or CudaFinder(),
         )
         self._key = secrets.token_bytes(32)
         self._plan_hash = plan_hash(self._specs, self._identity)

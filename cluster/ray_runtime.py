@@ -68,14 +68,31 @@ class StagePlacement:
         node_id: The node; None leaves it to Ray.
         resources: What the stage's bundle reserves, in Ray's names; None for one CPU, or for its part of a node that
             has more stages than CPUs.
+        gpu: The PCI address of the GPU that it computes on; None for the CPU. Stages with the same one share it.
     """
 
     node_id: str | None = None
     resources: Mapping[str, float] | None = None
+    gpu: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a stage's actor gets.
+
+    Attributes:
+        bundles: The group that its bundle is in.
+        place: Which of the group's bundles it sits in.
+        resources: What of that bundle is its own.
+    """
+
+    bundles: StageBundles
+    place: int
+    resources: Mapping[str, float]
 
 
 @contextmanager
-def connected(address: str | None = None, num_cpus: int | None = None) -> Iterator[None]:
+def connected(address: str | None = None, num_cpus: int | None = None, num_gpus: int | None = None) -> Iterator[None]:
     """Be connected to Ray inside the block.
 
     With `address` None a local cluster is started and stopped again; "auto" or "host:port" joins one that runs. A
@@ -83,7 +100,7 @@ def connected(address: str | None = None, num_cpus: int | None = None) -> Iterat
 
     Args:
         address: See above.
-        num_cpus: Logical CPUs of a local cluster; None takes the machine's.
+        num_cpus, num_gpus: Logical CPUs and GPUs of a local cluster; None takes the machine's.
 
     Raises:
         EngineNotFoundError: no cluster answers at `address`.
@@ -99,6 +116,7 @@ def connected(address: str | None = None, num_cpus: int | None = None) -> Iterat
         ray.init(
             address=address or "local",
             num_cpus=None if address else num_cpus,
+            num_gpus=None if address else num_gpus,
             namespace=NAMESPACE,
             include_dashboard=None if address else False,
             log_to_driver=False,
@@ -197,9 +215,9 @@ class StageBundles:
         """How to schedule an actor into the bundle of the `place`-th placement."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self._order[place])
 
-    def resources(self, place: int) -> Mapping[str, float]:
-        """What that bundle holds."""
-        return self._resources[self._order[place]]
+    def seat(self, place: int) -> Seat:
+        """All of that bundle for one actor."""
+        return Seat(self, place, self._resources[self._order[place]])
 
     def remove(self) -> None:
         """Give the bundles back."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardline._version import __version__
+from shardline.cluster.gpus import GpuFinder, wait_until_free
 from shardline.cluster.pipeline import StageStats
 from shardline.cluster.stage_loading import LoadedStage, ModelIdentity, StageLoader, plan_hash
 from shardline.cluster.wire.handshake import Credentials
@@ -21,6 +22,10 @@ from shardline.stage.errors import CheckpointError
 from shardline.stage.spec import StageSpec
 
 LOOPBACK = "127.0.0.1"
+FREE_SECONDS = 10.0
+"""For a GPU to get back what a killed process had on it."""
+FREE_SHARE = 0.9
+"""Of a stage's limit: not more than a plan uses, and this process's own CUDA context is on the GPU already."""
 CONTROL_THREADS = 4
 """Actor threads: one sits in `sentinel`; `load` or `listen` may wait in a second while `progress` is asked."""
 
@@ -36,6 +41,7 @@ class ProcessInfo:
         host: The node's name.
         version: shardline's version there.
         error_log: The file that has its standard error, or None.
+        gpu: The PCI address of its GPU; None if it has none.
     """
 
     pid: int
@@ -44,6 +50,7 @@ class ProcessInfo:
     host: str
     version: str
     error_log: str | None
+    gpu: str | None = None
 
 
 def start_ticks(pid: int) -> int | None:
@@ -67,11 +74,13 @@ class StageActor:
         self._loaded: LoadedStage | None = None
         self._worker: StageWorker | None = None
         self._spec: StageSpec | None = None
+        self._finder: GpuFinder | None = None
 
-    def describe(self) -> ProcessInfo:
-        """Where this actor runs."""
+    def describe(self, finder: GpuFinder | None) -> ProcessInfo:
+        """Where this actor runs. finder: Says which GPU it has; None if it needs none. Raises KernelsError."""
         import ray
 
+        self._finder = finder
         ticks = start_ticks(os.getpid())
         assert ticks is not None
         return ProcessInfo(
@@ -81,6 +90,7 @@ class StageActor:
             platform.node(),
             __version__,
             _error_log(),
+            finder.held() if finder is not None else None,
         )
 
     def load(
@@ -95,6 +105,9 @@ class StageActor:
             found = loader.identity()
             if found != identity:
                 return found
+            if self._finder is not None and spec.memory_bytes is not None:
+                # Of a stage that was replaced the old process is gone, but what it had may not have come back yet.
+                wait_until_free(int(FREE_SHARE * spec.memory_bytes), FREE_SECONDS, self._finder.free_bytes)
             self._loaded = loader.load(spec)
         except CheckpointError as error:
             raise CheckpointError(error.path, error.field, f"{error.problem} (on node {platform.node()})") from error
@@ -129,7 +142,7 @@ class StageActor:
         assert self._loaded is not None
         return StageStats(
             self._spec,
-            f"{platform.node()} {self._loaded.device}",
+            f"{platform.node()} {_gpu_name() or self._loaded.device}",
             os.getpid(),
             self._loaded.resident_bytes(),
             counters.steps,
@@ -138,6 +151,7 @@ class StageActor:
             counters.wall_seconds,
             counters.send_seconds,
             counters.receive_seconds,
+            self._loaded.numeric_class,
         )
 
     def _ready_worker(self) -> StageWorker:
@@ -151,6 +165,14 @@ def host_address() -> str:
 
     util: Any = ray.util
     return os.environ.get("SHARDLINE_HOST_IP") or str(util.get_node_ip_address())
+
+
+def _gpu_name() -> str:
+    """ "GPU 1", as Ray counts them on this node; empty without one."""
+    import ray
+
+    numbers = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return f"GPU {','.join(numbers)}" if numbers else ""
 
 
 def _error_log() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -11,8 +12,10 @@ import ray
 
 from shardline._version import __version__
 from shardline.cluster.errors import ShardlineError, StageLostError, TransportError
+from shardline.cluster.gpu_bundles import GpuKey, hold_gpus
+from shardline.cluster.gpus import GpuFinder
 from shardline.cluster.pipeline import StageStats
-from shardline.cluster.ray_runtime import StageBundles, StagePlacement, describe_cluster
+from shardline.cluster.ray_runtime import Seat, StageBundles, StagePlacement, describe_cluster
 from shardline.cluster.stage_loading import ModelIdentity, StageLoader
 from shardline.cluster.stage_process import NoAnswerError, StageProcess
 from shardline.cluster.wire.stage_worker import Progress
@@ -57,8 +60,10 @@ class StageFleet:
         config: RayPipelineConfig,
         max_in_flight: int,
         on_death: Callable[[int], None],
+        finder: GpuFinder,
     ) -> None:
-        """`on_death` is called in the event loop with the index of a stage whose process died unasked."""
+        """`on_death` is called in the event loop with the index of a stage whose process died unasked; `finder` says
+        what GPU a process has."""
         assert len(placements) == len(specs)
         self._specs = specs
         self._loader = loader
@@ -67,9 +72,10 @@ class StageFleet:
         self._config = config
         self._max_in_flight = max_in_flight
         self._on_death = on_death
+        self._finder = finder
         self._groups: list[StageBundles] = []
-        # Of each stage: its placement group, and which of that group's bundles it has.
-        self._bundles: list[tuple[StageBundles, int]] = []
+        # Of each stage by its index.
+        self._seats: dict[int, Seat] = {}
         # Every node that was seen, and at which address.
         self._addresses: dict[str, str] = {}
         self._successors: dict[str, str] = {}
@@ -77,10 +83,11 @@ class StageFleet:
 
     async def start(self) -> None:
         """Place and load every stage. Raises as `RayPipeline.start` does."""
-        self._addresses = {node.node_id: node.address for node in describe_cluster()}
-        bundles = self._new_group(self._placements)
-        self._bundles = [(bundles, place) for place in range(len(self._specs))]
-        await bundles.wait(self._config.placement_seconds)
+        nodes = describe_cluster()
+        self._addresses = {node.node_id: node.address for node in nodes}
+        # A GPU is a certain node's: where there is but one node, nobody has to name it.
+        self._placements = [replace(p, node_id=p.node_id or nodes[0].node_id) if p.gpu else p for p in self._placements]
+        await self._place(range(len(self._specs)))
         self.processes = [self._new_process(index) for index in range(len(self._specs))]
         await all_of(self._load(process) for process in self.processes)
 
@@ -90,17 +97,21 @@ class StageFleet:
         gone = self.lost()
         await asyncio.gather(*(process.end() for process in gone))
         alive = {node.node_id: node.address for node in describe_cluster()}
+        moved = []
         for process in gone:
             node_id = self._placements[process.stage].node_id
             if node_id is not None and node_id not in alive:
-                await self._follow(process, node_id, alive)
+                self._follow(process, node_id, alive)
+                moved.append(process.stage)
+        # The bundles of the old groups wait for the old node; those groups' others hold stages that are well.
+        await self._place(moved)
         fresh = [self._new_process(process.stage) for process in gone]
         for process in fresh:
             self.processes[process.stage] = process
         await all_of(self._load(process) for process in fresh)
 
-    async def _follow(self, process: StageProcess, node_id: str, alive: Mapping[str, str]) -> None:
-        """Place a stage anew whose node is gone: where it has joined again, Ray knows it by another id."""
+    def _follow(self, process: StageProcess, node_id: str, alive: Mapping[str, str]) -> None:
+        """Choose anew for a stage whose node is gone: where it has joined again, Ray knows it by another id."""
         successor = self._successors.get(node_id)
         if successor not in alive:
             back = (new for new, address in alive.items() if address == self._addresses.get(node_id))
@@ -113,12 +124,28 @@ class StageFleet:
         # Two stages of one node follow it together.
         self._successors[node_id] = successor
         self._addresses[successor] = alive[successor]
-        placement = replace(self._placements[process.stage], node_id=successor)
-        # The bundle of the old group waits for the old node; the group's others hold stages that are well.
-        bundles = self._new_group([placement])
-        await bundles.wait(self._config.placement_seconds)
-        self._placements[process.stage] = placement
-        self._bundles[process.stage] = (bundles, 0)
+        self._placements[process.stage] = replace(self._placements[process.stage], node_id=successor)
+
+    async def _place(self, stages: Sequence[int]) -> None:
+        """Get these stages their seats. Raises PlanningError."""
+        on_cpus = [stage for stage in stages if self._placements[stage].gpu is None]
+        if on_cpus:
+            bundles = StageBundles([self._placements[stage] for stage in on_cpus])
+            self._groups.append(bundles)
+            await bundles.wait(self._config.placement_seconds)
+            self._seats |= {stage: bundles.seat(place) for place, stage in enumerate(on_cpus)}
+        sharing: dict[GpuKey, list[int]] = {}
+        for stage in stages:
+            placement = self._placements[stage]
+            if placement.gpu is not None:
+                assert placement.node_id is not None
+                sharing.setdefault((placement.node_id, placement.gpu), []).append(stage)
+        held = await hold_gpus(sharing, self._finder, self._config.placement_seconds)
+        self._groups += held.values()
+        for key, together in sharing.items():
+            # Ray counts in ten-thousandths; rounded down, so that the parts of a GPU are never more than it.
+            part = math.floor(10_000 / len(together)) / 10_000
+            self._seats |= {stage: Seat(held[key], 0, {"GPU": part}) for stage in together}
 
     async def end(self) -> None:
         """End every process and give the bundles back."""
@@ -180,12 +207,8 @@ class StageFleet:
             *(process.call(method, timeout=timeout) for process in self.processes), return_exceptions=True
         )
 
-    def _new_group(self, placements: Sequence[StagePlacement]) -> StageBundles:
-        self._groups.append(StageBundles(placements))
-        return self._groups[-1]
-
     def _new_process(self, index: int) -> StageProcess:
-        return StageProcess(index, *self._bundles[index], self._died)
+        return StageProcess(index, self._seats[index], self._died)
 
     def _died(self, process: StageProcess) -> None:
         if self.processes[process.stage : process.stage + 1] == [process]:
@@ -195,11 +218,15 @@ class StageFleet:
         """Load a stage in its process. Raises as `start` does."""
         index = process.stage
         try:
-            process.info = info = await process.call("describe", timeout=self._config.placement_seconds)
+            gpu = self._placements[index].gpu
+            finder = self._finder if gpu is not None else None
+            process.info = info = await process.call("describe", finder, timeout=self._config.placement_seconds)
             if info.version != __version__:
                 raise StageLostError(
                     index, f"node {info.host} has shardline {info.version}, the engine has {__version__}: install one"
                 )
+            if info.gpu != gpu:
+                raise StageLostError(index, f"on {info.host} it has the GPU {info.gpu}, and {gpu} is planned for it")
             found = await process.call(
                 "load",
                 index,

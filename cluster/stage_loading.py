@@ -50,12 +50,14 @@ class LoadedStage:
         identity: Of the file that it was loaded from.
         device: For people: "cpu", "GPU 1".
         resident_bytes: Asks how much it holds now.
+        numeric_class: See `Backend.numeric_class`.
     """
 
     runner: StageRunner
     identity: ModelIdentity
     device: str
     resident_bytes: Callable[[], int]
+    numeric_class: str = ""
 
 
 class StageLoader(Protocol):
@@ -147,7 +149,7 @@ def load_from(checkpoint: Checkpoint, spec: StageSpec, fingerprint: str | None) 
             raise
     finally:
         checkpoint.close()
-    return LoadedStage(stage, identity, backend.name, backend.resident_bytes)
+    return LoadedStage(stage, identity, backend.name, backend.resident_bytes, backend.numeric_class)
 
 
 def warm_up(stage: StageRunner, spec: StageSpec, hidden_size: int) -> None:

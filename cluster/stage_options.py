@@ -23,3 +23,14 @@ def check_stage_options(*, kv_dtype: str, threads: int | None, device: str, bloc
         raise InvalidParameterError("device", device, "cpu, or cuda:0, cuda:1, ... for a GPU")
     if kv_dtype != "float16":
         raise InvalidParameterError("kv_dtype", kv_dtype, "float16 on a GPU")
+
+
+def gpu_numbers(device: str) -> tuple[int, ...]:
+    """Of "cuda:0,cuda:2" the numbers; none for "gpu", which stands for all of them. Raises InvalidParameterError."""
+    if device == "gpu":
+        return ()
+    parts = device.split(",")
+    if not all(re.fullmatch(r"cuda:\d+", part) for part in parts) or len(set(parts)) != len(parts):
+        allowed = "cpu; cuda:N or a list such as cuda:0,cuda:1 for GPUs here; or gpu for all of the cluster"
+        raise InvalidParameterError("device", device, allowed)
+    return tuple(int(part.removeprefix("cuda:")) for part in parts)

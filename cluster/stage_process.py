@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shardline.cluster.ray_runtime import StageBundles
+from shardline.cluster.ray_runtime import Seat
 from shardline.cluster.stage_actor import CONTROL_THREADS, ProcessInfo, StageActor, start_ticks
 
 LAST_LINES = 12
@@ -36,9 +36,9 @@ class StageProcess:
         died: Whether Ray says that the process has ended.
     """
 
-    def __init__(self, stage: int, bundles: StageBundles, place: int, on_death: Callable[[StageProcess], None]) -> None:
-        """Create the actor in the `place`-th of the bundles; does not wait for it."""
-        resources = dict(bundles.resources(place))
+    def __init__(self, stage: int, seat: Seat, on_death: Callable[[StageProcess], None]) -> None:
+        """Create the actor; does not wait for it."""
+        resources = dict(seat.resources)
         self.stage = stage
         self.info: ProcessInfo | None = None
         self.lost: str | None = None
@@ -51,7 +51,7 @@ class StageProcess:
             num_cpus=resources.pop("CPU", 0),
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
-            scheduling_strategy=bundles.strategy(place),
+            scheduling_strategy=seat.bundles.strategy(seat.place),
         ).remote()
         self._loop = asyncio.get_running_loop()
         sentinel: Future[None] = self._actor.sentinel.remote().future()

@@ -14,6 +14,6 @@ def backend_for(spec: StageSpec) -> Backend:
     """
     kind, _, index = spec.device.partition(":")
     if kind == "cuda":
-        return cuda_backend(int(index))
+        return cuda_backend(int(index), memory_limit=spec.memory_bytes)
     assert spec.device == "cpu", spec.device
     return cpu_backend(spec.num_threads)

@@ -148,6 +148,7 @@ class StageSpec:
         num_threads: CPU threads.
         device: What computes: "cpu", or "cuda:N" for the Nth GPU that the stage's process sees.
         num_tokens: Ids from here on are padding of the vocabulary, and are never taken or sampled; 0: none are.
+        memory_bytes: The most that its process may take of its GPU's memory, CUDA's own part included; None: no limit.
     """
 
     index: int
@@ -164,6 +165,7 @@ class StageSpec:
     num_threads: int
     device: str = "cpu"
     num_tokens: int = 0
+    memory_bytes: int | None = None
 
     @property
     def num_layers(self) -> int:

@@ -22,6 +22,7 @@ MAY_IMPORT = {
         "shardline.stage",
         "shardline.scheduler",
         *(f"shardline.kernels:{name}" for name in ("Backend", "KernelsError", "cpu_backend", "cuda_device")),
+        *(f"shardline.kernels:{name}" for name in ("CudaDevice", "cuda_bus_id", "cuda_devices", "cuda_free_bytes")),
     ),
     "stage": ("shardline.kernels", "shardline.scheduler.plan", "shardline.scheduler.params"),
     "kernels": (),

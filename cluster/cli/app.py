@@ -46,7 +46,8 @@ SAMPLING = "Sampling"
 @app.command(
     epilog="Examples:  shardline run smollm2-135m -p 'Hello'    "
     "cat letter.txt | shardline run smollm2-135m --system 'Summarise.' -p -    "
-    "shardline run model.gguf --split 12,10,8    shardline run model.gguf --stages 3 --address auto"
+    "shardline run model.gguf --split 12,10,8    shardline run model.gguf --stages 3 --address auto    "
+    "shardline run model.gguf --device gpu --gpu-memory 7.5GiB"
 )
 def run(
     model: o.Model,
@@ -79,6 +80,7 @@ def run(
     split: o.Split = None,
     address: o.Address = None,
     memory: o.Memory = None,
+    gpu_memory: o.GpuMemory = None,
     threads: o.Threads = None,
     device: o.Device = "cpu",
     context: o.Context = None,
@@ -103,14 +105,15 @@ def run(
         stop=tuple(stop or ()),
     )
     wish = _engine_options(
-        model, stages, split, address, memory, threads, context, concurrency, block_size, kv_dtype, device
+        model, stages, split, address, memory, threads, context, concurrency, block_size, kv_dtype, device, gpu_memory
     )
     run_command(wish, prompt, system, raw, params)
 
 
 @app.command(
     epilog="Examples:  shardline plan smollm2-135m --memory 60M,90M,75M    "
-    "shardline plan model.gguf --stages 4 --context 8192 --json    shardline plan model.gguf --address auto"
+    "shardline plan model.gguf --stages 4 --context 8192 --json    shardline plan model.gguf --address auto    "
+    "shardline plan model.gguf --device gpu --gpu-memory 6GiB,8GiB,12GiB,16GiB"
 )
 def plan(
     model: o.Model,
@@ -118,6 +121,7 @@ def plan(
     split: o.Split = None,
     address: o.Address = None,
     memory: o.Memory = None,
+    gpu_memory: o.GpuMemory = None,
     threads: o.Threads = None,
     device: o.Device = "cpu",
     context: o.Context = None,
@@ -131,7 +135,18 @@ def plan(
 
     plan_command(
         _engine_options(
-            model, stages, split, address, memory, threads, context, concurrency, block_size, kv_dtype, device
+            model,
+            stages,
+            split,
+            address,
+            memory,
+            threads,
+            context,
+            concurrency,
+            block_size,
+            kv_dtype,
+            device,
+            gpu_memory,
         ),
         as_json=as_json,
     )
@@ -152,7 +167,7 @@ def verify(
     batches: Annotated[str, typer.Option(metavar="N,...", help="Sequences at once.")] = "1,2,5,17,33,64",
     tokens: Annotated[int, typer.Option(help="Tokens that each sequence generates.")] = 6,
     threads: o.Threads = None,
-    device: o.Device = "cpu",
+    device: o.OneDevice = "cpu",
     kv_dtype: o.KvDtype = "float16",
     as_json: o.Json = False,
 ) -> None:
@@ -184,7 +199,7 @@ def subset(
     context: Annotated[int, typer.Option(help="Tokens that each sequence has behind it.")] = 128,
     steps: Annotated[int, typer.Option(help="Timed steps of each batch.")] = 30,
     threads: o.Threads = None,
-    device: o.Device = "cpu",
+    device: o.OneDevice = "cpu",
     block_size: o.BlockSize = 16,
     kv_dtype: o.KvDtype = "float16",
     as_json: o.Json = False,
@@ -217,7 +232,9 @@ def serve(
     split: o.Split = None,
     address: o.Address = "auto",
     memory: o.Memory = None,
+    gpu_memory: o.GpuMemory = None,
     threads: o.Threads = None,
+    device: o.Device = "cpu",
     context: o.Context = None,
     concurrency: o.Concurrency = 8,
     block_size: o.BlockSize = 16,
@@ -227,7 +244,9 @@ def serve(
     cluster."""
     from shardline.cluster.cli.serve import serve_command
 
-    wish = _engine_options(model, stages, split, address, memory, threads, context, concurrency, block_size, kv_dtype)
+    wish = _engine_options(
+        model, stages, split, address, memory, threads, context, concurrency, block_size, kv_dtype, device, gpu_memory
+    )
     serve_command(wish, name)
 
 
@@ -313,7 +332,8 @@ def _engine_options(
     concurrency: int,
     block_size: int,
     kv_dtype: str,
-    device: str = "cpu",
+    device: str,
+    gpu_memory: str | None,
 ) -> EngineOptions:
     from shardline.cluster.build import EngineOptions
 
@@ -329,4 +349,5 @@ def _engine_options(
         block_size=block_size,
         kv_dtype=kv_dtype,
         device=device,
+        gpu_memory=None if gpu_memory is None else o.parse_sizes(gpu_memory),
     )

@@ -20,14 +20,15 @@ def planned(options: EngineOptions, *, quiet_alone: bool = False) -> Iterator[Pr
     with ExitStack() as stack:
         cluster = options.address not in (None, "local")
         if cluster:
-            _connect(stack, f"joining Ray at {options.address}", options.address, None)
+            _connect(stack, f"joining Ray at {options.address}", options.address)
         prepared = prepare(options, progress=say)
         if not (quiet_alone and len(prepared.plan.stages) == 1):
             stderr().print(plan_table(prepared.plan))
             for line in plan_lines(prepared.plan, options.concurrency):
                 say(line)
         if options.uses_ray and not cluster:
-            _connect(stack, "starting a local Ray", None, len(prepared.plan.stages))
+            counts = {"num_cpus": len(prepared.plan.stages), "num_gpus": prepared.num_gpus}
+            _connect(stack, "starting a local Ray", None, **counts)
         yield prepared
 
 
@@ -43,11 +44,11 @@ def running(options: EngineOptions) -> Iterator[Client]:
             client.close()
 
 
-def _connect(stack: ExitStack, what: str, address: str | None, num_cpus: int | None) -> None:
+def _connect(stack: ExitStack, what: str, address: str | None, **counts: int | None) -> None:
     from shardline.cluster.ray_runtime import connected
 
     # Ray puts a handler of its own in the place of ours.
     handler = signal.getsignal(signal.SIGTERM)
     with waiting(what):
-        stack.enter_context(connected(address, num_cpus=num_cpus))
+        stack.enter_context(connected(address, **counts))
     signal.signal(signal.SIGTERM, handler)

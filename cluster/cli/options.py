@@ -81,7 +81,17 @@ Memory = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE,...",
-        help="What each stage may take, as 80M,120M; an equal share of the free memory when left out.",
+        help="What each CPU stage may take, as 80M,120M; an equal share of the free memory when left out.",
+        rich_help_panel=PLACEMENT,
+    ),
+]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE[,...]",
+        help="What each stage may take of its GPU, CUDA's own half GiB included: one size for all, as 7.5GiB, or one a "
+        "stage; what is free when left out. More sizes than GPUs put several stages on one: on a machine with one GPU "
+        "6GiB,8GiB,12GiB makes three stages on it.",
         rich_help_panel=PLACEMENT,
     ),
 ]
@@ -90,6 +100,15 @@ Threads = Annotated[
     typer.Option(help="CPU threads of each stage; all cores when left out.", rich_help_panel=PLACEMENT),
 ]
 Device = Annotated[
+    str,
+    typer.Option(
+        metavar="cpu|gpu|cuda:N,...",
+        help="What computes: the CPU; all GPUs of the cluster, one stage on each; or GPUs here by number. cuda:N alone "
+        "runs one stage without Ray.",
+        rich_help_panel=PLACEMENT,
+    ),
+]
+OneDevice = Annotated[
     str,
     typer.Option(metavar="cpu|cuda:N", help="What computes: the CPU, or the Nth GPU here.", rich_help_panel=PLACEMENT),
 ]

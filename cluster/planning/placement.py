@@ -55,6 +55,8 @@ class Device:
         step_seconds: Fixed cost of one step there: launches and the hop to the next stage.
         numeric_class: Devices of one class give the same bits.
         backend: What computes there: see `StageSpec.device`.
+        gpu: The PCI address of its GPU; None: it is none, or nobody needs to find it.
+        memory_limit: See `StageSpec.memory_bytes`.
     """
 
     name: str
@@ -67,6 +69,8 @@ class Device:
     step_seconds: float = 0.0
     numeric_class: str = "cpu"
     backend: str = "cpu"
+    gpu: str | None = None
+    memory_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,7 @@ def _stage(costs: StageCosts, shares: Sequence[Share], index: int, num_blocks: i
         max_context=context,
         num_threads=device.threads,
         device=device.backend,
+        memory_bytes=device.memory_limit,
     )
     return StagePlan(
         spec=spec,
@@ -221,9 +222,13 @@ def _notes(
     wanted, model = costs.wanted, costs.model
     classes = sorted({stage.device.numeric_class for stage in stages})
     if len(classes) > 1:
+        members = [
+            f"{name}: {', '.join(dict.fromkeys(s.device.name for s in stages if s.device.numeric_class == name))}"
+            for name in classes
+        ]
         notes.append(
-            f"stages of {len(classes)} numeric classes ({', '.join(classes)}): bytes do not depend on batch mates, but "
-            "they may depend on where the split falls between the classes"
+            f"WARNING: stages of {len(classes)} numeric classes ({'; '.join(members)}): bytes do not depend on batch "
+            "mates, but they may depend on where the split falls between the classes, and on which card a stage has"
         )
     originals = [rope.original_context for rope in model.ropes if rope.long_factors is not None]
     if originals and not asked:
@@ -245,7 +250,7 @@ def _notes(
             notes.append(f"tied embeddings: {mib(costs.size.embed)} are on the first stage and again on the last")
         shared = {stage.device.compute for stage in stages if stage.device.compute is not None}
         if shared and len(shared) < len(stages):
-            notes.append("stages that share cores take turns: splitting them saves memory a stage, not time")
+            notes.append("stages that share a device take turns: splitting them saves memory a stage, not time")
     return tuple(notes)
 
 
