@@ -17,10 +17,11 @@ HERE = Path(__file__).parent
 BUILDS_ON = {
     "linear": ("gate.cuh", "groups.cuh", "tiles.cuh"),
     "experts": ("gate.cuh", "groups.cuh", "tiles.cuh"),
-    "activation": ("prepare.cuh",),
+    "staged": ("gate.cuh", "groups.cuh", "tiles.cuh", "scale.cuh", "staged.cuh"),
+    "activation": ("scale.cuh", "prepare.cuh"),
     "attention": ("attention_kinds.cuh",),
-    "norms": ("prepare.cuh",),
-    "reorder": ("prepare.cuh",),
+    "norms": ("scale.cuh", "prepare.cuh"),
+    "reorder": ("scale.cuh", "prepare.cuh"),
     "pointwise": ("gate.cuh",),
 }
 """Besides common.cuh, by kernel file."""

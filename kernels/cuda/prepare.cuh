@@ -1,11 +1,5 @@
 // Reductions over a row's block, and rows of floats as tiles of halves with their sums: what activation.cu says. Define: THREADS.
 
-constexpr float LARGEST = 3.4028235e38f;
-
-struct Reduced {
-    float sum, largest;
-};
-
 DEVICE Reduced block_reduce(Reduced v, Reduced* scratch) {
     UNROLL for (int d = 16; d > 0; d >>= 1) {
         v.sum = __fadd_rn(v.sum, __shfl_xor_sync(~0u, v.sum, d));
@@ -19,17 +13,6 @@ DEVICE Reduced block_reduce(Reduced v, Reduced* scratch) {
         v.largest = fmaxf(v.largest, __shfl_xor_sync(~0u, v.largest, d));
     }
     return v;
-}
-
-struct Scale {
-    float up, down;
-};
-
-// The power of two for a row, up and down. A largest magnitude that is not finite leaves the row as it is.
-DEVICE Scale scale_of(float largest) {
-    int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
-    exponent = !(largest <= LARGEST) || largest == 0.f ? 0 : min(max(exponent, -112), 112);
-    return {__uint_as_float((u32)(127 + exponent) << 23), __uint_as_float((u32)(127 - exponent) << 23)};
 }
 
 // Channels 4i..4i+3 of row m, scaled down, and the sum of each 32 channels. All lanes of a warp call it together, with `there` where

@@ -12,8 +12,9 @@ from shardline.kernels import checks
 from shardline.kernels.backend import Array, Weight
 from shardline.kernels.cuda import tables, weights
 from shardline.kernels.cuda.arrays import Activations
-from shardline.kernels.cuda.core import PREPARE_THREADS, CudaCore, address, float32, int32
+from shardline.kernels.cuda.core import PREPARE_THREADS, address, float32, int32
 from shardline.kernels.cuda.pack import TILE
+from shardline.kernels.cuda.staged import StagedProducts
 from shardline.kernels.experts import Activation
 from shardline.kernels.matrix import GroupedMatrix
 
@@ -26,7 +27,7 @@ GATHERING = {"BITS": 4, "GROUP": 32, "HAS_MIN": 0, "SCALE_F32": 0}
 POINTWISE_THREADS = 256
 
 
-class ProductOps(CudaCore):
+class ProductOps(StagedProducts):
     """The ops of `Backend` on rows and resident matrices."""
 
     def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
@@ -40,6 +41,7 @@ class ProductOps(CudaCore):
     def _kept_product(self, weight: weights.CudaWeight) -> weights.CudaWeight:
         for part in weight.parts:
             self._modules.start("linear", **part.defines)
+            self._start_staged(part, gated=weight.gated and not weight.apart)
         kept: weights.CudaWeight = self._keep(weight)
         self._settle()
         return kept
@@ -120,26 +122,103 @@ class ProductOps(CudaCore):
         activation: Activation = "silu",
         bias: Array | None = None,
     ) -> None:
+        self._multiply_gated(x, weight, out, rows, activation, bias)
+        self._make_gated_fragments(out, rows)
+
+    def norm_linear(
+        self,
+        x: Array,
+        norm: Array,
+        eps: float,
+        normed: Array,
+        weight: Weight,
+        out: Array,
+        rows: int,
+        *,
+        bias: Array | None = None,
+    ) -> None:
+        source = _normed(x, norm, eps)
+        if any(part.order is not None or not self._stages("normed", rows, part) for part in weight.parts):
+            super().norm_linear(x, norm, eps, normed, weight, out, rows, bias=bias)
+            return
+        assert not weight.gated, "norm_linear wants a weight of load_matrix"
+        checks.table("out", out, rows, weight.channels)
+        for part in weight.parts:
+            own_bias = address(bias, part.first if bias is not None else 0)
+            to = address(out, part.first)
+            self._multiply_staged("normed", source, part, to, weight.channels, rows, bias=own_bias)
+
+    def norm_mlp(
+        self,
+        x: Array,
+        norm: Array,
+        eps: float,
+        normed: Array,
+        gate_up: Weight,
+        gated: Array,
+        down: Weight,
+        out: Array,
+        rows: int,
+        *,
+        activation: Activation = "silu",
+        gate_up_bias: Array | None = None,
+        down_bias: Array | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        part = gate_up.parts[0]
+        if gate_up.apart or part.order is not None or not self._stages("normed", rows, part, gated=True):
+            self.rms_norm(x, norm, eps, normed, rows)
+            self._multiply_gated(normed, gate_up, gated, rows, activation, gate_up_bias)
+        else:
+            self._multiply_staged(
+                "normed",
+                _normed(x, norm, eps),
+                part,
+                address(gated.values),
+                gate_up.channels,
+                rows,
+                bias=address(gate_up_bias),
+                largest=address(gated.largest),
+                defines=_gated_defines(activation, gate_up_bias),
+            )
+        part = down.parts[0]
+        if len(down.parts) > 1 or part.order is not None or not self._stages("gated", rows, part):
+            self._make_gated_fragments(gated, rows)
+            self.linear(gated, down, out, rows, bias=down_bias, accumulate=accumulate)
+            return
+        checks.table("out", out, rows, down.channels)
+        source = (gated.values, gated.largest, gated.done, int32(gated.shape[1]))
+        bias = address(down_bias)
+        to = address(out)
+        self._multiply_staged("gated", source, part, to, down.channels, rows, bias=bias, accumulate=accumulate)
+
+    def _multiply_gated(
+        self,
+        x: Activations,
+        weight: weights.CudaWeight,
+        out: Activations,
+        rows: int,
+        activation: Activation,
+        bias: Array | None,
+    ) -> None:
+        """Gated rows as float32, and their largest magnitudes."""
         assert weight.gated, "gated_linear wants a weight of load_gated"
         if bias is not None:
             checks.vector("bias", bias, 2 * weight.channels)
         if weight.apart:
             self._multiply_apart(x, weight, out, rows, activation, bias)
-        else:
-            defines = {"ACTIVATION": ACTIVATIONS[activation], "GATED_BIAS": int(bias is not None)}
-            ((part, own),) = self._in_order(x, weight, rows)
-            self._multiply(
-                own,
-                part,
-                address(out.values),
-                weight.channels,
-                rows,
-                bias=address(bias),
-                largest=address(out.largest),
-                # The plain kernels are compiled with neither, and for more than gated products.
-                defines={name: value for name, value in defines.items() if value},
-            )
-        self._make_gated_fragments(out, rows)
+            return
+        ((part, own),) = self._in_order(x, weight, rows)
+        self._multiply(
+            own,
+            part,
+            address(out.values),
+            weight.channels,
+            rows,
+            bias=address(bias),
+            largest=address(out.largest),
+            defines=_gated_defines(activation, bias),
+        )
 
     def _multiply_apart(
         self,
@@ -220,6 +299,20 @@ class ProductOps(CudaCore):
         defines: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """One part's product to rows of `stride` floats at `out`. With `largest` it is a gate and an up."""
+        tiles = (x.fragments, x.sums, x.scales, int32(x.shape[1]))
+        if self._multiply_staged(
+            "tiles",
+            tiles,
+            part,
+            out,
+            stride,
+            rows,
+            bias=bias,
+            accumulate=accumulate,
+            largest=largest,
+            defines=defines,
+        ):
+            return
         gated = largest is not None
         num_slices = tables.slices(part.blocks)
         launch = tables.linear_launch(
@@ -259,3 +352,15 @@ class ProductOps(CudaCore):
         self._launch(
             ("linear", name), launch.grid, launch.variant.threads, arguments, shared=shared, **part.defines, **defines
         )
+
+
+def _normed(x: Array, norm: Array, eps: float) -> tuple[Any, ...]:
+    """Arguments of a product that norms its rows itself."""
+    size = norm.shape[0]
+    return (x, norm, float32(eps), int32(tables.row_threads(size)), int32(size))
+
+
+def _gated_defines(activation: Activation, bias: Array | None) -> dict[str, int]:
+    """The plain kernels are compiled with neither, and for more than gated products."""
+    defines = {"ACTIVATION": ACTIVATIONS[activation], "GATED_BIAS": int(bias is not None)}
+    return {name: value for name, value in defines.items() if value}

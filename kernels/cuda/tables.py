@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 BLOCK_K = 64
 """Input channels of one packed block."""
@@ -213,6 +214,46 @@ MOST_ALONE = 4
 def num_expert_tiles(group_size: int, arch: int) -> int:
     """How many of EXPERT_WHOLE exist."""
     return 4 if arch == 90 and group_size > 16 else 3
+
+
+Source = Literal["tiles", "gated", "normed"]
+"""What the rows of a product of staged.cu are made of: activations; gated rows; rows before their norm."""
+
+STAGED = {
+    1: (LinearVariant("staged_64_s1", 4, 64, 64),),
+    4: (LinearVariant("staged_32_s4", 4, 32, 256), LinearVariant("staged_64_s4", 4, 64, 256)),
+    8: (LinearVariant("staged_16_s8", 4, 16, 256, gated=False), LinearVariant("staged_32_s8", 4, 32, 256)),
+}
+"""Tiles of staged.cu by slices, from few channels to many."""
+
+STAGED_ROWS: dict[Source, int] = {"tiles": 2, "gated": 2, "normed": 2}
+"""Up to so many rows, at most 4, staged.cu is used; every one of its blocks reads them all. 0: never."""
+
+STAGED_CHANNELS = 65536
+"""And up to so many channels: a head's products have a kernel that is near the roof."""
+
+STAGED_STATIC = 12 * 1024
+"""Static shared memory of its kernels, and what the driver takes of a block's."""
+
+
+def staged_bytes(source: Source, rows: int, blocks: int) -> int:
+    """Dynamic shared memory of staged.cu (staged.cuh says what lies there)."""
+    return rows * blocks * (BLOCK_K * 2 + 8 + (BLOCK_K * 4 if source == "normed" else 0))
+
+
+def staged_launch(
+    source: Source, rows: int, channels: int, blocks: int, arch: int, processors: int, *, gated: bool
+) -> LinearLaunch | None:
+    """The variant of staged.cu for a product, or None: a matter of speed alone. channels as for `linear_launch`."""
+    room = (HOPPER_SHARED_LIMIT if arch == 90 else SHARED_LIMIT) // 2 - STAGED_STATIC
+    if rows > STAGED_ROWS[source] or channels > STAGED_CHANNELS or staged_bytes(source, rows, blocks) > room:
+        return None
+    variants = [variant for variant in STAGED[slices(blocks)] if variant.gated or not gated]
+    fitting = [variant for variant in variants if -(-channels // variant.channels) > processors]
+    variant = fitting[-1] if fitting else variants[0]
+    # As many blocks as run at once: each goes on to the next tile with its rows at hand.
+    at_once = processors * (2 if variant.threads > 64 else 4)
+    return LinearLaunch(variant, (min(-(-channels // variant.channels), at_once), 1, 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,9 @@ def products(form: dict[str, int], index: int) -> list[tuple[str, dict[str, int]
         ("linear", form | {name: value for name, value in kind.items() if value}),
         ("experts", form | {"EXPERTS": 1, "IS_GATED": 0}),
         ("experts", form | {"EXPERTS": 1, "IS_GATED": 1} | kind),
+        *(("staged", form | {"SOURCE": source, "IS_GATED": 0}) for source in range(3)),
+        ("staged", form | {"SOURCE": 2, "IS_GATED": 1} | kind),
+        ("staged", form | {"SOURCE": 0, "IS_GATED": 1} | kind),
     ]
 
 
@@ -149,6 +152,9 @@ def test_compiles_without_spills(
             dynamic |= {f"gated_{name}": size for name, size in dynamic.items()}
         else:
             wanted = set(dynamic)
+    elif file == "staged":
+        wanted = {v.name for vs in tables.STAGED.values() for v in vs if v.gated or not defines["IS_GATED"]}
+        dynamic = dict.fromkeys(wanted, tables.SHARED_LIMIT // 2 - tables.STAGED_STATIC)
     elif file == "attention":
         dynamic = dict.fromkeys(("attend_rows", "attend_splits"), tables.attention_shared_bytes(defines["HEAD_DIM"]))
     elif file == "dispatch":
