@@ -97,6 +97,33 @@ class Rows:
     block_tables: Array
 
 
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The largest step of a stage: what its ops may be asked for at once.
+
+    Attributes:
+        rows: Rows.
+        query_heads, kv_heads, head_dim: Of attention; 0 on a stage without layers.
+        max_positions: What a row of the block tables holds.
+        experts_per_token: That each row chooses; 0 without experts.
+        sampled_rows: Rows that sample; 0 on a stage without the head.
+        vocab: Columns of their logits.
+        distinct_ids: The most token ids that one row's penalties look at.
+        logprobs: The most that a row lists.
+    """
+
+    rows: int
+    query_heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    max_positions: int = 0
+    experts_per_token: int = 0
+    sampled_rows: int = 0
+    vocab: int = 0
+    distinct_ids: int = 0
+    logprobs: int = 0
+
+
 class Backend(ABC):
     """One device's arithmetic. An instance belongs to one stage and is used by one thread at a time."""
 
@@ -169,6 +196,12 @@ class Backend(ABC):
     @abstractmethod
     def allocate_kv(self, layout: KVLayout) -> KVCache:
         """A pool of that shape, zero-filled."""
+
+    @abstractmethod
+    def reserve(self, step: StepShape) -> None:
+        """Allocate what ops take besides their arguments, for any step up to that shape: after all weights are loaded
+        and the pool is allocated, before the first step. What comes later allocates nothing on the device, so a step
+        cannot fail for want of memory."""
 
     @abstractmethod
     def resident_bytes(self) -> int:

@@ -12,6 +12,7 @@ from shardline.stage.checkpoint import Checkpoint
 from shardline.stage.layer_weights import ExpertsWeights, LayerWeights, MlpWeights, load_layer
 from shardline.stage.rope import load_rope
 from shardline.stage.spec import LayerSpec, StageSpec
+from shardline.stage.workspace import step_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ class _StepInputs:
 class Decoder:
     """A stage's share of one model on one device: weights, pool, and the buffers of a step.
 
-    Every buffer is allocated here, once, for the largest step; a step fills the leading rows. The residual stream is
-    float32, and between stages exactly its bits are passed on.
+    Every buffer is allocated here, once, for the largest step (workspace.py foresees them for a GPU); a step fills the
+    leading rows. The residual stream is float32, and between stages exactly its bits are passed on.
 
     Attributes:
         max_blocks: The most blocks of one sequence: the width of a block table.
@@ -93,6 +94,7 @@ class Decoder:
         self._layers = [load_layer(model, checkpoint, layer, backend) for layer in layers]
         self._final_norm = backend.upload(checkpoint.vector("final_norm", None)) if share.has_head else None
         self._allocate(max_positions)
+        backend.reserve(step_shape(model, share, self.max_blocks))
 
     def _allocate(self, max_positions: int) -> None:
         """The buffers of a step: those alone that the share's layers use."""

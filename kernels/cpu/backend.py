@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.kernels import checks
-from shardline.kernels.backend import Array, KVCache, KVLayout, RopeTable, Rows, Weight
+from shardline.kernels.backend import Array, KVCache, KVLayout, RopeTable, Rows, StepShape, Weight
 from shardline.kernels.cpu import linear, operations, pool, sample
 from shardline.kernels.cpu.attention import attention_scratch_bytes
 from shardline.kernels.cpu.commands import address, float_bits
@@ -73,6 +73,15 @@ class CpuBackend(ProductOps, ExpertOps):
         if scratch > self._attention_scratch.shape[1]:
             self._attention_scratch = aligned_empty((self.num_threads, scratch), "uint8")
         return cache
+
+    def reserve(self, step: StepShape) -> None:
+        if step.sampled_rows:
+            self._reserve_sampling(step.vocab)
+
+    def _reserve_sampling(self, vocab: int) -> None:
+        needed = -(-sample.sample_scratch_bytes(vocab) // 64) * 64
+        if needed > self._sample_scratch.shape[1]:
+            self._sample_scratch = aligned_empty((self.num_threads, needed), "uint8")
 
     def resident_bytes(self) -> int:
         return sum(held.nbytes for held in self._held)
@@ -217,9 +226,7 @@ class CpuBackend(ProductOps, ExpertOps):
 
     def sample(self, logits: Array, batch: SamplingBatch) -> SampleOutput:
         checks.sample(logits, batch)
-        needed = -(-sample.sample_scratch_bytes(logits.shape[1]) // 64) * 64
-        if needed > self._sample_scratch.shape[1]:
-            self._sample_scratch = aligned_empty((self.num_threads, needed), "uint8")
+        self._reserve_sampling(logits.shape[1])
         output = sample.new_output(batch)
         words = sample.describe(logits, batch, output, self._sample_scratch)
         shares = self._shares(batch.rows, logits.shape[1])

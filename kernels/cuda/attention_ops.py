@@ -8,6 +8,7 @@ from shardline.kernels import checks
 from shardline.kernels.backend import Array, KVCache, KVLayout, RopeTable, Rows
 from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.core import CudaCore, float32, int32
+from shardline.kernels.cuda.workspace import attends_whole, split_sums
 from shardline.kernels.errors import UnsupportedOperationError
 
 LOG2_E = 1.4426950408889634
@@ -104,8 +105,8 @@ class AttentionOps(CudaCore):
         assert group <= MOST_HEADS_A_KV_HEAD, "begin_step refuses it"
         max_splits = -(-rows.block_tables.shape[1] * layout.block_size // tables.ATTENTION_SPLIT)
         # Both ways give the same bits; splits over blocks where rows alone would not fill the device.
-        whole = rows.count * layout.num_kv_heads >= 4 * self._processors * (16 // group)
-        need = 0 if whole else rows.count * layout.num_kv_heads * group * max_splits * (layout.head_dim + 2)
+        whole = attends_whole(rows.count, layout.num_kv_heads, group, self._processors)
+        need = 0 if whole else split_sums(rows.count, query_heads, layout.head_dim, max_splits)
         partial = self._buffer("split sums", need)
         # The splits that a tile can see.
         seen = min(max_splits, tables.splits_of_window(window)) if window else max_splits

@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.kernels.backend import Array, Backend, KVCache, KVLayout
+from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, StepShape
 from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.arrays import Activations, CudaKVCache, new_activations
 from shardline.kernels.cuda.device import OLDEST_ARCH, class_of
@@ -20,13 +20,11 @@ from shardline.kernels.cuda.memory import DeviceMemory
 from shardline.kernels.cuda.modules import Launcher, Modules
 from shardline.kernels.cuda.pack import Packer
 from shardline.kernels.cuda.transfers import Downloads, Uploads
+from shardline.kernels.cuda.workspace import ARRIVALS, WeightShapes, step_workspace
 from shardline.kernels.errors import UnsupportedOperationError
 
 MAX_GRAPHS = 64
 """Recorded steps that a backend keeps; the longest unused is forgotten."""
-
-ARRIVALS = 1 << 14
-"""Counters of blocks that are done, for kernels whose last block goes on; zero between launches."""
 
 MOST_HEAD_DIM = 256
 
@@ -63,6 +61,7 @@ class CudaCore(Backend):
         self._seen: set[Hashable] = set()
         self._capturing = False
         self._resident_bytes = 0
+        self._shapes = WeightShapes()
         self._buffers: dict[str, Any] = {}
         self._between: dict[tuple[str, int], Activations] = {}
         self._arrived = cupy.zeros(ARRIVALS, cupy.uint32)
@@ -113,6 +112,18 @@ class CudaCore(Backend):
         cache = CudaKVCache(layout, cupy.zeros(shape, cupy.uint16), cupy.zeros(shape, cupy.uint16))
         self._resident_bytes += cache.nbytes
         return cache
+
+    def reserve(self, step: StepShape) -> None:
+        # What CuPy staged weights in is as much host memory as they take, and pinned.
+        self._stream.synchronize()
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
+        self._memory.trim()
+        workspace = step_workspace(step, self._shapes, self.arch, self._processors)
+        for name, (size, dtype) in workspace.flat.items():
+            self._buffer(name, size, dtype)
+        for (name, channels), rows in workspace.rows.items():
+            self._rows_between(name, rows, channels)
+        self._memory.running = True
 
     @property
     def numeric_class(self) -> str:
@@ -205,6 +216,7 @@ class CudaCore(Backend):
 
     def _keep(self, weight: Any) -> Any:
         self._resident_bytes += weight.nbytes
+        weight.describe(self._shapes)
         return weight
 
     def _settle(self) -> None:

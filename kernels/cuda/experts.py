@@ -21,6 +21,7 @@ from shardline.kernels.cuda.pack import (
     shape_of,
     tiles_of,
 )
+from shardline.kernels.cuda.workspace import ExpertsShape, WeightShapes
 from shardline.kernels.errors import UnsupportedOperationError
 from shardline.kernels.experts import Activation, Expert
 from shardline.kernels.matrix import GroupedMatrix
@@ -90,6 +91,11 @@ class CudaExperts:
     def nbytes(self) -> int:
         """Bytes on the device, without biases."""
         return sum(matrices.nbytes for matrices in (*self.gate_up, self.down))
+
+    def describe(self, shapes: WeightShapes) -> None:
+        """Add them to what decides the workspace."""
+        ordered = any(matrices.orders is not None for matrices in self.gate_up), self.down.orders is not None
+        shapes.experts.add(ExpertsShape(self.count, self.width, self.inputs, len(self.gate_up) > 1, ordered))
 
 
 class _Stack:

@@ -19,6 +19,7 @@ from shardline.kernels.cuda.pack import (
     shape_of,
     tiles_of,
 )
+from shardline.kernels.cuda.workspace import Product, WeightShapes
 from shardline.kernels.matrix import GroupedMatrix
 
 
@@ -90,6 +91,18 @@ class CudaWeight:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return sum(part.nbytes for part in self.parts)
+
+    def describe(self, shapes: WeightShapes) -> None:
+        """Add it to what decides the workspace."""
+        for place, part in enumerate(self.parts):
+            gated = self.gated and not self.apart
+            shapes.products.add(
+                Product(part.tiles * TILE, part.blocks, part.bits, part.group_size, part.has_minimum, gated)
+            )
+            if part.order is not None:
+                shapes.ordered.add((place, self.inputs))
+        if self.apart:
+            shapes.apart.add(self.channels)
 
 
 def load(parts: Sequence[GroupedMatrix], packer: Packer) -> CudaWeight:

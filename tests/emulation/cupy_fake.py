@@ -337,6 +337,7 @@ for n in ("ndarray", "empty", "zeros", "ones", "full", "asarray", "array", "conc
     setattr(cupy, n, globals()[n])
 for n in ("float32", "float16", "int32", "uint32", "uint16", "uint8", "uint64", "int64"):
     setattr(cupy, n, getattr(np, n))
+cupy.get_default_pinned_memory_pool = lambda: types.SimpleNamespace(free_all_blocks=lambda: None)
 cupy.cuda = cuda
 sys.modules["cupy"] = cupy
 sys.modules["cupy.cuda"] = cuda

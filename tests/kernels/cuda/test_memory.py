@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("file", ["test_memory_cuda.py", "test_transfers_cuda.py"])
+@pytest.mark.parametrize("file", ["test_memory_cuda.py", "test_transfers_cuda.py", "test_workspace_cuda.py"])
 def test_on_the_emulation(file: str) -> None:
     # In a process of its own: the emulated CuPy takes the place of the real one for good.
     command = [sys.executable, "-m", "pytest", "-p", "emu_plugin", "-p", "no:cacheprovider", "-q", "-k", "not kernel"]
