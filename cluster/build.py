@@ -25,6 +25,7 @@ from shardline.kernels import cuda_device
 from shardline.scheduler import InvalidParameterError, SchedulerConfig
 from shardline.stage import Checkpoint, matrix_shapes, open_checkpoint, vector_shapes
 from shardline.stage.roles import EXPERT_ROLES
+from shardline.stage.workspace import FileTraits
 
 if TYPE_CHECKING:
     from shardline.cluster.ray_runtime import NodeInfo, StagePlacement
@@ -44,7 +45,7 @@ PROCESS_BYTES = 300 * 2**20
 """A stage's process before it has loaded anything: the interpreter, Ray, compiled code."""
 
 GPU_WORKSPACE_BYTES = 512 * 2**20
-"""Of a GPU's free memory, for the context, compiled kernels, and sums of products and attention between blocks."""
+"""Of a GPU's memory, for what CUDA itself takes: the context, loaded kernels, recorded steps."""
 
 GPU_STREAM_SHARE = 0.7
 """Of a GPU's peak memory rate, what a decode step streams its weights at."""
@@ -131,7 +132,23 @@ def model_bytes(checkpoint: Checkpoint) -> ModelBytes:
         head=padded("head", None, spec.vocab_size) + 4 * spec.hidden_size,
         tied=spec.tied_embeddings,
         experts=tuple(experts) if spec.experts is not None else (),
+        traits=file_traits(checkpoint),
     )
+
+
+def file_traits(checkpoint: Checkpoint) -> FileTraits:
+    """What a file's header says of the formats of its matrices."""
+    spec = checkpoint.spec
+    pairs = (("gate", "up"), ("shared_gate", "shared_up"), ("expert_gate", "expert_up"))
+    # Matrices of one shape and of other formats have other sizes.
+    apart = any(
+        checkpoint.matrix_bytes(gate, layer) != checkpoint.matrix_bytes(up, layer)
+        for layer in range(spec.num_layers)
+        for gate, up in pairs
+        if gate in matrix_shapes(spec, layer)
+    )
+    # Formats of folders may order columns; whether these do stands in their data.
+    return FileTraits(apart=apart, ordered=checkpoint.path.is_dir())
 
 
 def available_memory() -> int:
@@ -201,12 +218,10 @@ def gpu_device(name: str, limit: int | None) -> Device:
     """
     card = cuda_device(int(name.removeprefix("cuda:")))
     here = platform.node() or "localhost"
-    return gpu_shares([NodeGpu(here, here, True, card)], 1, None if limit is None else (limit,), backend=name)[0]
+    return gpu_shares([NodeGpu(here, here, True, card)], 1, None if limit is None else (limit,))[0]
 
 
-def gpu_shares(
-    gpus: Sequence[NodeGpu], count: int, limits: Sequence[int] | None, *, backend: str = "cuda:0"
-) -> list[Device]:
+def gpu_shares(gpus: Sequence[NodeGpu], count: int, limits: Sequence[int] | None) -> list[Device]:
     """Shares of GPUs for `count` stages, or more to choose from where there are more GPUs.
 
     More stages than GPUs are dealt over them evenly, those of one GPU side by side, and take turns on it.
@@ -215,7 +230,6 @@ def gpu_shares(
         gpus: In the order of the pipeline.
         count: Of stages.
         limits: Bytes of each stage's process, CUDA's context included; one number for all; None shares what is free.
-        backend: What computes; a stage's process over Ray sees its own GPU alone, so it is the first one there.
 
     Raises:
         PlanningError: the limits of a GPU are more than what is free on it.
@@ -244,9 +258,11 @@ def gpu_shares(
                     compute=f"{gpu.node} {gpu.card.bus_id or gpu.card.index}",
                     step_seconds=HOP_SECONDS if count > 1 else 0.0,
                     numeric_class=gpu.card.numeric_class,
-                    backend=backend,
+                    backend=f"cuda:{gpu.card.index}",
                     gpu=gpu.card.bus_id or None,
                     memory_limit=size,
+                    arch=gpu.card.arch,
+                    processors=gpu.card.processors,
                 )
             )
     return devices
@@ -466,4 +482,8 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
     from shardline.cluster.stage_loading import HubLoader
 
     source = path if prepared.hub_model is None else HubLoader(prepared.hub_model)
-    return Engine(RayPipeline(specs, source, prepared.placements), text, scheduler)
+    placements = prepared.placements
+    if placements is not None and any(placement.gpu for placement in placements):
+        # A stage's process sees its own GPU alone, so it is the first one there.
+        specs = tuple(replace(spec, device="cuda:0") for spec in specs)
+    return Engine(RayPipeline(specs, source, placements), text, scheduler)

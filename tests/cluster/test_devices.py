@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from shardline.cluster import PlanningError, build
-from shardline.cluster.build import EngineOptions, Prepared, gpu_shares, prepare
+from shardline.cluster.build import EngineOptions, Prepared, build_engine, gpu_shares, prepare
 from shardline.cluster.cli import main
 from shardline.cluster.gpus import GpuReport, NodeGpu, gpus_of, wait_until_free
 from shardline.cluster.ray_runtime import NodeInfo, StagePlacement
 from shardline.kernels import CudaDevice, KernelsError
 from shardline.scheduler import InvalidParameterError
+from shardline.stage import StageSpec
 
 GIB = 1 << 30
 CARD = CudaDevice(1, "NVIDIA Test 3060", 86, 11 << 30, 12 << 30, 3.6e11, 28)
@@ -27,6 +29,15 @@ def prepared_on(monkeypatch: pytest.MonkeyPatch, gpus: list[NodeGpu], model: Pat
     monkeypatch.setattr(build, "gpus_here", lambda: gpus)
     wish: dict[str, object] = {"model": str(model), "device": "gpu", "context": 256, **options}
     return prepare(EngineOptions(**wish))  # type: ignore[arg-type]
+
+
+def specs_of(prepared: Prepared, *, in_process: bool) -> tuple[StageSpec, ...]:
+    """What the stages of the engine are told; it is not started."""
+    engine = build_engine(prepared, in_process=in_process)
+    try:
+        return engine._pipeline.specs
+    finally:
+        asyncio.run(engine.close())
 
 
 @pytest.mark.parametrize(
@@ -84,8 +95,10 @@ def test_one_stage_a_gpu_by_what_each_has(monkeypatch: pytest.MonkeyPatch, smoll
     assert prepared.options.uses_ray
     assert prepared.placements == [StagePlacement(gpu="0000:00:00.0"), StagePlacement(gpu="0000:01:00.0")]
     assert prepared.num_gpus == 2
-    # Each process sees its own GPU alone.
-    assert [spec.device for spec in prepared.plan.specs] == ["cuda:0", "cuda:0"]
+    assert [spec.device for spec in prepared.plan.specs] == ["cuda:0", "cuda:1"]
+    # A process over Ray sees its own GPU alone; in this process both are there.
+    assert [spec.device for spec in specs_of(prepared, in_process=False)] == ["cuda:0", "cuda:0"]
+    assert [spec.device for spec in specs_of(prepared, in_process=True)] == ["cuda:0", "cuda:1"]
     assert [spec.memory_bytes for spec in prepared.plan.specs] == [12 * GIB, 24 * GIB]
     assert not any("numeric" in note or "take turns" in note for note in prepared.plan.notes)
     for stage in prepared.plan.stages:
