@@ -32,6 +32,10 @@ class FileTraits:
     ordered: bool = False
 
 
+PLAIN_FILE = FileTraits()
+"""Gates and ups alike, and columns in order."""
+
+
 def step_shape(model: ModelSpec, share: StageSpec, max_blocks: int) -> StepShape:
     """The largest step of a stage. max_blocks: Columns of its block tables."""
     sampled = min(share.max_sequences, share.max_step_tokens) if share.has_head else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardline.stage import StageSpec
+from shardline.stage.workspace import PLAIN_FILE, FileTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class ModelBytes:
             has both holds it once.
         tied: Whether they are one matrix.
         experts: How much of each layer are its experts; empty without them.
+        traits: What else of the file decides what a stage on a GPU keeps.
     """
 
     layers: tuple[int, ...]
@@ -28,6 +30,7 @@ class ModelBytes:
     head: int
     tied: bool
     experts: tuple[int, ...] = ()
+    traits: FileTraits = PLAIN_FILE
 
     def of(self, first: int, end: int, *, embed: bool, head: bool) -> int:
         """Bytes of a stage with these parts."""
@@ -57,6 +60,7 @@ class Device:
         backend: What computes there: see `StageSpec.device`.
         gpu: The PCI address of its GPU; None: it is none, or nobody needs to find it.
         memory_limit: See `StageSpec.memory_bytes`.
+        arch, processors: Its GPU's, 86 for sm_86: they decide what products and attention keep; 0 for a CPU.
     """
 
     name: str
@@ -71,6 +75,8 @@ class Device:
     backend: str = "cpu"
     gpu: str | None = None
     memory_limit: int | None = None
+    arch: int = 0
+    processors: int = 0
 
 
 @dataclass(frozen=True, slots=True)

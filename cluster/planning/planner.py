@@ -14,7 +14,7 @@ from dataclasses import replace
 from shardline.cluster.errors import PlanningError
 from shardline.cluster.planning.partition import Limits, Outcome, Partition, Share
 from shardline.cluster.planning.placement import Device, ModelBytes, PipelinePlan, StagePlan, Wanted
-from shardline.cluster.planning.stage_costs import StageCosts, mib, workspace_bytes
+from shardline.cluster.planning.stage_costs import StageCosts, mib
 from shardline.stage import ModelSpec, StageSpec
 
 SHARED_MICROBATCH = 16
@@ -207,7 +207,7 @@ def _stage(costs: StageCosts, shares: Sequence[Share], index: int, num_blocks: i
         spec=spec,
         device=device,
         weight_bytes=costs.size.of(share.first, share.end, embed=embed, head=head),
-        workspace_bytes=workspace_bytes(costs.model, wanted.max_step_tokens, wanted.max_sequences, head=head)
+        workspace_bytes=costs.workspace_bytes(share.device, share.first, share.end, embed=embed, head=head)
         + costs.table_bytes(share.first, share.end, num_blocks),
         kv_bytes=num_blocks * costs.block_bytes * layers,
         capacity_blocks=costs.blocks(share.device, share.first, share.end, embed, head) if layers else None,
@@ -259,7 +259,8 @@ def _does_not_fit(costs: StageCosts, shares: Sequence[Share], what: str) -> str:
     lines, worst, lacking = [], "", -1
     for index, share in enumerate(shares):
         device = costs.devices[share.device]
-        need = costs.fixed_bytes(share.first, share.end, embed=index == 0, head=index == len(shares) - 1)
+        embed, head = index == 0, index == len(shares) - 1
+        need = costs.fixed_bytes(share.device, share.first, share.end, embed=embed, head=head)
         lines.append(
             f"{device.name} with {share.end - share.first} layers needs {mib(need)} of {mib(device.free_bytes)}"
         )
@@ -274,7 +275,11 @@ def _does_not_fit(costs: StageCosts, shares: Sequence[Share], what: str) -> str:
 
 def _closest(costs: StageCosts, computes: Sequence[str], stages: int) -> tuple[Share, ...]:
     """The split that would fit with the least memory added to every device."""
-    low, high = 0, costs.fixed_bytes(0, costs.model.num_layers, embed=True, head=True) + costs.size.embed
+    whole = (
+        costs.fixed_bytes(device, 0, costs.model.num_layers, embed=True, head=True)
+        for device in range(len(costs.devices))
+    )
+    low, high = 0, max(whole) + costs.size.embed
     best: tuple[Share, ...] | None = None
     while low <= high:
         middle = (low + high) // 2
@@ -300,7 +305,11 @@ def _context_does_not_fit(costs: StageCosts, outcome: Outcome, context: int) -> 
     needed += costs.table_bytes(binding.first, binding.end, costs.context_blocks)
     device = costs.devices[binding.device]
     fixed = costs.fixed_bytes(
-        binding.first, binding.end, embed=binding is outcome.shares[0], head=binding is outcome.shares[-1]
+        binding.device,
+        binding.first,
+        binding.end,
+        embed=binding is outcome.shares[0],
+        head=binding is outcome.shares[-1],
     )
     room = device.free_bytes - fixed
     halve = " --kv-dtype float16 halves what a token takes." if wanted.kv_dtype == "float32" else ""

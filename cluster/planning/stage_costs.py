@@ -7,9 +7,16 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from shardline.cluster.planning.placement import Device, ModelBytes, Wanted
-from shardline.stage import ModelSpec
+from shardline.stage import ModelSpec, StageSpec
+from shardline.stage.workspace import gpu_workspace_bytes
 
 _UNLIMITED = 2**62
+
+GPU_PADDING_SHARE = 32
+"""A GPU's weights are padded to 128 input channels, and lie in allocations of whole pages: one part in so many more."""
+
+GPU_PADDING_BYTES = 16 * 2**20
+"""And so much, however small they are."""
 
 
 def workspace_bytes(model: ModelSpec, max_step_tokens: int, max_sequences: int, *, head: bool) -> int:
@@ -63,16 +70,55 @@ class StageCosts:
         self._flops_before = [0, *accumulate(_layer_flops(model, i, seen[i]) for i in range(model.num_layers))]
         self._kv_bytes_before = [0, *accumulate(kv_bytes * positions for positions in seen)]
         self._head_flops = 2 * model.hidden_size * model.vocab_size
+        self._gpu_workspace: dict[tuple[int, int, bool, frozenset[bool]], int] = {}
 
-    def fixed_bytes(self, first: int, end: int, *, embed: bool, head: bool) -> int:
-        """Weights and workspace."""
-        work = workspace_bytes(self.model, self.wanted.max_step_tokens, self.wanted.max_sequences, head=head)
+    def fixed_bytes(self, device: int, first: int, end: int, *, embed: bool, head: bool) -> int:
+        """Weights and workspace on the device with that index."""
+        work = self.workspace_bytes(device, first, end, embed=embed, head=head)
         return self.size.of(first, end, embed=embed, head=head) + work
+
+    def workspace_bytes(self, device: int, first: int, end: int, *, embed: bool, head: bool) -> int:
+        """All but weights, pool and tables."""
+        where, wanted = self.devices[device], self.wanted
+        if not where.arch:
+            return workspace_bytes(self.model, wanted.max_step_tokens, wanted.max_sequences, head=head)
+        padding = self.size.of(first, end, embed=embed, head=head) // GPU_PADDING_SHARE + GPU_PADDING_BYTES
+        # All that it depends on: the search asks for every range of layers.
+        key = where.arch, where.processors, head, frozenset(layer.experts for layer in self.model.layers[first:end])
+        if key not in self._gpu_workspace:
+            self._gpu_workspace[key] = gpu_workspace_bytes(
+                self.model,
+                self._largest_step(first, end, head=head),
+                self.size.traits,
+                max_blocks=self.context_blocks,
+                arch=where.arch,
+                processors=where.processors,
+            )
+        return padding + self._gpu_workspace[key]
+
+    def _largest_step(self, first: int, end: int, *, head: bool) -> StageSpec:
+        """A stage's share as far as its workspace goes."""
+        wanted = self.wanted
+        assert wanted.context is not None
+        return StageSpec(
+            index=0,
+            first_layer=first,
+            end_layer=end,
+            has_embed=first == 0,
+            has_head=head,
+            num_blocks=0,
+            block_size=wanted.block_size,
+            kv_dtype=wanted.kv_dtype,
+            max_step_tokens=wanted.max_step_tokens,
+            max_sequences=wanted.max_sequences,
+            max_context=wanted.context,
+            num_threads=1,
+        )
 
     def blocks(self, device: int, first: int, end: int, embed: bool, head: bool) -> int:
         """Blocks that fit beside the weights, with what tables they need; -1 when the weights do not fit, and no limit
         where there is no layer."""
-        room = self.devices[device].free_bytes - self.fixed_bytes(first, end, embed=embed, head=head)
+        room = self.devices[device].free_bytes - self.fixed_bytes(device, first, end, embed=embed, head=head)
         if room < 0:
             return -1
         if end == first:
