@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardline.kernels import Expert, RouterRule, StepShape
+from shardline.cluster.planning.placement import Device, Wanted
+from shardline.cluster.planning.planner import plan_pipeline
+from shardline.kernels import DeviceMemoryError, Expert, RouterRule, StepShape
 from shardline.scheduler.params import SamplingParams
 from shardline.scheduler.plan import SequenceRun, SequenceStart, StepPlan
 from shardline.stage import Stage, StageSpec, open_checkpoint
@@ -192,3 +194,33 @@ def test_orders_and_formats_apart_are_reserved_too(backends: Any, formats: Any) 
         backend.gated_linear(x, gated, h, count)
         backend.route(x, router, RouterRule(chosen), ids, shares, count)
         backend.expert_mlp(x, experts, ids, shares, out, count)
+
+
+@pytest.mark.parametrize("limit", [300])
+def test_a_plan_that_fills_a_limit_loads_within_it(smollm2: Path, backends: Any, limit: int) -> None:
+    """The pool is as large as the planner's arithmetic allows, and all of the stage still fits, in every step."""
+    from shardline.cluster.build import model_bytes
+    from shardline.kernels.cuda.backend import CudaBackend
+    from shardline.kernels.cuda.memory import CONTEXT_BYTES
+
+    card = backends()
+    checkpoint = open_checkpoint(smollm2)
+    device = Device("gpu", "node", limit * 2**20, 1e12, arch=card.arch, processors=card._processors)
+    wanted = Wanted(context=512, max_step_tokens=ROWS, max_sequences=SEQUENCES, fill_memory=True)
+    (stage,) = plan_pipeline(checkpoint.spec, model_bytes(checkpoint), [device], wanted).stages
+    assert device.free_bytes - stage.total_bytes < 4 * 2**20
+    backend = CudaBackend(0, None, CONTEXT_BYTES + device.free_bytes)
+    try:
+        loaded = Stage(stage.spec, checkpoint, backend)
+        assert device.free_bytes - backend._memory.held_bytes < 64 * 2**20
+        backend._memory.allocate = lambda size: pytest.fail(f"a step allocates {size} bytes")
+        for plan in plans(1000):
+            loaded.run(plan, None)
+    finally:
+        backend.close()
+    # With less than was foreseen it does not load, and says so.
+    tight = CudaBackend(0, None, CONTEXT_BYTES + device.free_bytes - 64 * 2**20)
+    with pytest.raises(DeviceMemoryError, match="while its stage was being loaded"):
+        Stage(stage.spec, checkpoint, tight)
+    tight.close()
+    checkpoint.close()
