@@ -4,6 +4,7 @@
 
 Each sequence has a prompt of 128 tokens and decodes 64; the time of a step is from the plan to the tokens on the host.
 `graphs` are the device's times of the recorded layers and head: the rest of a step is copies, sampling and Python.
+`experts_chosen` is how many different experts the last layer of the last step had rows for.
 """
 
 from __future__ import annotations
@@ -163,7 +164,12 @@ def decode(run: Run, batch: int) -> dict[str, Any]:
         end.synchronize()
         graphs[part] = cupy.cuda.get_elapsed_time(begin, end) * 1e-3
     rate = batch / statistics.median(times)
-    return {"batch": batch, "step_seconds": spread(times), "tokens_per_second": rate, "graphs": graphs}
+    row = {"batch": batch, "step_seconds": spread(times), "tokens_per_second": rate, "graphs": graphs}
+    if run.spec.experts is not None:
+        # The last layer's of the last step.
+        chosen = run.backend.read(run.stage._decoder._expert_ids)[:batch]
+        row["experts_chosen"] = len(np.unique(chosen))
+    return row
 
 
 def main() -> None:
@@ -188,7 +194,8 @@ def main() -> None:
             f"decode {batch:4d}: {row['tokens_per_second']:7.0f} tok/s (target {targets.get(batch, 0)}), step "
             f"{row['step_seconds']['median'] * 1e3:.2f} ms ({row['step_seconds']['least'] * 1e3:.2f} to "
             f"{row['step_seconds']['most'] * 1e3:.2f}), layers {graphs['layers'] * 1e3:.2f}, head "
-            f"{graphs['head'] * 1e3:.2f}\n"
+            f"{graphs['head'] * 1e3:.2f}"
+            + (f", {row['experts_chosen']} experts in the last layer\n" if "experts_chosen" in row else "\n")
         )
     prefills = []
     for rows_a_step in PREFILLS:
