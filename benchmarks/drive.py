@@ -1,0 +1,163 @@
+"""Load on an engine: windows in which all sequences decode, prompts alone, one sequence at a time; and equal tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from benchmarks.layouts import between
+
+from shardline.cluster.engine import Engine
+from shardline.cluster.request import Request
+from shardline.scheduler import SamplingParams
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Parity:
+    """Tokens of one prompt must be the same whoever runs beside it and wherever its layers are.
+
+    Attributes:
+        alone: By key: what the prompt gave alone, on the first layout.
+        seen: By key: what the others gave first, in company.
+        compared_alone, compared_seen: Sequences that were compared with either.
+        different: What did not agree, in words.
+    """
+
+    alone: dict[str, Tokens] = field(default_factory=dict)
+    seen: dict[str, Tokens] = field(default_factory=dict)
+    compared_alone: int = 0
+    compared_seen: int = 0
+    different: list[str] = field(default_factory=list)
+
+    def check(self, key: str, tokens: Sequence[int], where: str, *, ended: bool = False) -> bool:
+        """Compare, as far as both go; with `ended` also how far that is."""
+        got = tuple(tokens)
+        expected = self.alone.get(key)
+        if expected is not None:
+            self.compared_alone += 1
+        else:
+            expected = self.seen.get(key)
+            if expected is None or len(expected) < len(got):
+                self.seen[key] = got
+            if expected is None:
+                return True
+            self.compared_seen += 1
+        shared = max(len(expected), len(got)) if ended else min(len(expected), len(got))
+        if got[:shared] == expected[:shared]:
+            return True
+        at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), shared))
+        self.different.append(
+            f"{where}: {key} differs at token {at}: {list(got[at : at + 4])} where {list(expected[at : at + 4])} was "
+            "expected"
+        )
+        return False
+
+    def data(self) -> dict[str, Any]:
+        """For the JSON."""
+        return {
+            "sequences_compared_with_one_stream": self.compared_alone,
+            "sequences_compared_with_another_layout_or_batch": self.compared_seen,
+            "different": self.different[:20],
+            "equal": not self.different,
+        }
+
+
+def prompt(vocab: int, length: int, index: int, seed: int) -> Tokens:
+    """Token ids of the index-th prompt; never the last, which ends a text."""
+    return tuple(map(int, np.random.default_rng([seed, index]).integers(vocab - 1, size=length)))
+
+
+def greedy(index: int, max_tokens: int | None = None) -> SamplingParams:
+    """Of the index-th sequence."""
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index)
+
+
+@dataclass(slots=True)
+class Window:
+    """A time in which every sequence decoded.
+
+    Attributes:
+        seconds, tokens: Of the window.
+        outputs: All tokens of each sequence, those before and after it too.
+        stages: What each stage did in it.
+        preemptions: Since the engine started; none should come in a window.
+    """
+
+    seconds: float
+    tokens: int
+    outputs: list[list[int]]
+    stages: list[dict[str, float]]
+    preemptions: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+async def decode(engine: Engine, prompts: Sequence[Tokens], warm: int, steps: int) -> Window:
+    """Run all prompts at once. The window begins when the last sequence has `warm` tokens and ends when the last has
+    `steps` more; then all are cancelled. Raises RuntimeError if one ended before."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    behind = {warm: len(prompts), warm + steps: len(prompts)}
+    moments: dict[int, tuple[float, int]] = {}
+    snapshots: dict[int, asyncio.Task[Any]] = {}
+    ids = [f"decode-{index}" for index in range(len(prompts))]
+
+    async def one(index: int) -> None:
+        request = Request(token_ids=prompts[index], params=greedy(index), request_id=ids[index])
+        out = outputs[index]
+        async for delta in engine.generate(request):
+            before = len(out)
+            out.extend(delta.token_ids)
+            for mark in behind:
+                if before < mark <= len(out):
+                    behind[mark] -= 1
+                    if behind[mark] == 0:
+                        moments[mark] = time.perf_counter(), sum(map(len, outputs))
+                        snapshots[mark] = asyncio.create_task(engine.status())
+                        if mark == warm + steps:
+                            for name in ids:
+                                engine.cancel(name)
+            if delta.finish_reason not in (None, "abort") and behind[warm + steps]:
+                raise RuntimeError(
+                    f"a sequence ended after {len(out)} tokens, before the last had {warm + steps}: give a longer "
+                    "--context, or fewer --steps"
+                )
+
+    async with asyncio.TaskGroup() as group:
+        for index in range(len(prompts)):
+            group.create_task(one(index))
+    (began, first), (ended, last) = moments[warm], moments[warm + steps]
+    before, after = await snapshots[warm], await snapshots[warm + steps]
+    await quiet(engine)
+    return Window(
+        ended - began, last - first, outputs, between(before.stages, after.stages), after.scheduler.preemptions
+    )
+
+
+async def alone(engine: Engine, ids: Tokens, params: SamplingParams) -> Tokens:
+    """One sequence with nothing beside it."""
+    out: list[int] = []
+    async for delta in engine.generate(Request(token_ids=ids, params=params)):
+        out.extend(delta.token_ids)
+    return tuple(out)
+
+
+async def read_prompts(engine: Engine, prompts: Sequence[Tokens]) -> tuple[float, list[Tokens]]:
+    """Prompt tokens a second until every prompt has its first token, and these."""
+    began = time.perf_counter()
+    outputs = await asyncio.gather(*(alone(engine, ids, greedy(index, 1)) for index, ids in enumerate(prompts)))
+    return sum(map(len, prompts)) / (time.perf_counter() - began), list(outputs)
+
+
+async def quiet(engine: Engine) -> None:
+    """Until nothing is in flight any more: what was cancelled still runs to the end of its step."""
+    while engine._scheduler.has_unfinished() or engine._scheduler.stats().in_flight:
+        await asyncio.sleep(0.001)
