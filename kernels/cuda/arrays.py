@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cupy
 import numpy as np
 from numpy.typing import NDArray
 
 from shardline.kernels.backend import KVLayout
 from shardline.kernels.cuda import tables
+from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.pack import blocks_of, pad_to
 
 

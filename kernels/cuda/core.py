@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import cupy
 import numpy as np
 from numpy.typing import NDArray
 
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, StepShape
 from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.arrays import Activations, CudaKVCache, new_activations
+from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.device import OLDEST_ARCH, class_of
 from shardline.kernels.cuda.memory import DeviceMemory
 from shardline.kernels.cuda.modules import Launcher, Modules

@@ -78,7 +78,7 @@ def cuda_bus_id(index: int) -> str:
 
 def cuda_free_bytes(index: int) -> int:
     """What is free on a GPU now, for all processes together. Makes this process's context there."""
-    import cupy
+    from shardline.kernels.cuda.cupy_import import cupy
 
     with cupy.cuda.Device(index) as device:
         return int(device.mem_info[0])
@@ -91,7 +91,7 @@ def cuda_device(index: int) -> CudaDevice:
         DeviceUnavailableError: cupy, a driver or the GPU is missing, or it is older than sm_80.
     """
     count, runtime = _device_count(), _runtime()
-    import cupy
+    from shardline.kernels.cuda.cupy_import import cupy
 
     if not 0 <= index < count:
         raise DeviceUnavailableError(f"there is no GPU {index}: this process sees {count}, counted from 0")
@@ -128,7 +128,7 @@ def _device_count() -> int:
 
 def _runtime() -> Any:
     try:
-        import cupy
+        from shardline.kernels.cuda.cupy_import import cupy
     except ImportError as error:
         raise DeviceUnavailableError(
             f"the CUDA backend needs cupy ({error}): pip install 'shardline[cuda12]', or [cuda13] for a CUDA 13 driver"

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.pack import (
     CENTRES,
     Format,

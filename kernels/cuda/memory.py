@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import cupy
-
+from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.errors import DeviceMemoryError
 
 CONTEXT_BYTES = 512 * 2**20

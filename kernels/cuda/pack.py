@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.tables import BLOCK_K, PADDED_CHANNELS
 from shardline.kernels.errors import UnsupportedOperationError
 from shardline.kernels.matrix import GroupedMatrix

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import cupy
 import numpy as np
 
 from shardline.kernels import checks
 from shardline.kernels.backend import Array
 from shardline.kernels.cuda.core import CudaCore, int32
+from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.pack import pad_to
 from shardline.kernels.sampling import SampleOutput, SamplingBatch
 

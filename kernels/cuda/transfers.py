@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import cupy
 import numpy as np
 from numpy.typing import NDArray
+
+from shardline.kernels.cuda.cupy_import import cupy
 
 LEAST_BYTES = 1 << 16
 """Of one buffer: several steps' indices."""

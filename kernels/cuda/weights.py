@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cupy
 import numpy as np
 
+from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.pack import (
     TILE,
     Format,
