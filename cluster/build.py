@@ -311,12 +311,14 @@ def _check_memory(options: EngineOptions) -> None:
     """That each kind of memory is limited by its own option. Raises InvalidParameterError."""
     if options.gpu_memory is None:
         if options.memory is not None and options.device != "cpu":
-            raise InvalidParameterError("memory", _listed(options.memory), "for CPU stages: a GPU has --gpu-memory")
+            raise InvalidParameterError(
+                "memory", _listed(options.memory), "--gpu-memory instead: --memory is for CPU stages"
+            )
         return
     if options.device == "cpu":
-        raise InvalidParameterError("gpu_memory", _listed(options.gpu_memory), "for GPUs: give --device gpu too")
+        raise InvalidParameterError("gpu_memory", _listed(options.gpu_memory), "--device gpu too")
     if options.memory is not None:
-        raise InvalidParameterError("memory", _listed(options.memory), "not given beside --gpu-memory")
+        raise InvalidParameterError("memory", _listed(options.memory), "--gpu-memory alone")
     if len(options.gpu_memory) not in (1, options.stage_count):
         allowed = f"one size for all, or one for each of {options.stage_count} stages"
         raise InvalidParameterError("gpu_memory", _listed(options.gpu_memory), allowed)

@@ -1,6 +1,6 @@
 """What GPUs the nodes have, and how a stage's process makes sure that it has the one it was given.
 
-Whoever looks at a GPU gets a CUDA context there, some hundreds of MiB for as long as its process lives. So it is a
+Whoever looks at a GPU may get a CUDA context there, some hundreds of MiB for as long as its process lives. So it is a
 process of its own that looks, and ends: a Ray task on the nodes of a cluster, a child process where Ray is not up yet.
 """
 
@@ -97,7 +97,7 @@ def gpus_here() -> list[NodeGpu]:
     host = platform.node() or "localhost"
     report = _report_of_child()
     if not report.devices:
-        raise PlanningError(f"no GPU can be used on {host}: {report.problem}")
+        raise PlanningError(f"on {host}: {report.problem}")
     return [NodeGpu(host, host, True, card) for card in report.devices]
 
 

@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 FREE_SECONDS = 10.0
 """For a GPU to get back what a killed process had on it."""
 FREE_SHARE = 0.9
-"""Of a stage's limit: not more than a plan uses, and this process's own CUDA context is on the GPU already."""
+"""Of a stage's limit, what is waited for: a plan uses no more, and others on the card may have grown a little."""
 CONTROL_THREADS = 4
 """Actor threads: one sits in `sentinel`; `load` or `listen` may wait in a second while `progress` is asked."""
 

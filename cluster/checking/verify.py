@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 from shardline.cluster.checking.verify_cases import Case
 from shardline.cluster.checking.verify_result import CaseResult, first_difference
 from shardline.cluster.local_pipeline import BackendFactory, LocalPipeline, stage_specs
+from shardline.cluster.pipeline import Pipeline
 from shardline.cluster.stage_options import check_stage_options
 from shardline.scheduler import (
     InvalidParameterError,
@@ -31,9 +32,11 @@ from shardline.scheduler import (
     StepPlan,
     StepResult,
 )
-from shardline.stage import ModelSpec, backend_for, open_checkpoint
+from shardline.stage import ModelSpec, StageSpec, backend_for, open_checkpoint
 
 T = TypeVar("T")
+
+PipelineFactory = Callable[[tuple[StageSpec, ...]], Pipeline]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Verifier:
         max_batch: int = 64,
         device: str = "cpu",
         backend_factory: BackendFactory = backend_for,
+        pipelines: PipelineFactory | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +69,7 @@ class Verifier:
             max_batch: The most sequences of a case.
             device: What computes the stages; see `StageSpec`.
             backend_factory: Makes a stage's backend.
+            pipelines: Makes a pipeline, and only one at a time has its devices; None: stages in this process.
 
         Raises:
             CheckpointError: the file cannot be used.
@@ -80,12 +85,13 @@ class Verifier:
         self._device = device
         self._max_batch = max_batch
         self._backend_factory = backend_factory
+        self._pipelines = pipelines
         draw = random.Random(-1)
         self._common = tuple(draw.randrange(self.model.vocab_size) for _ in range(64))
         self._references: dict[_Prompt, tuple[SampledToken, ...]] = {}
         self._loop = asyncio.new_event_loop()
-        self._loaded: tuple[tuple[int, ...], int, LocalPipeline] | None = None
-        self._alone: LocalPipeline | None = None
+        self._loaded: tuple[tuple[int, ...], int, Pipeline] | None = None
+        self._alone: Pipeline | None = None
 
     def run(self, case: Case) -> CaseResult:
         """Run a case and compare."""
@@ -119,7 +125,12 @@ class Verifier:
 
     def run_all(self, cases: Iterable[Case], report: Callable[[CaseResult], None]) -> bool:
         """Run cases, and report each as it ends. Whether all passed."""
-        passed = True
+        cases, passed = list(cases), True
+        if self._pipelines is not None:
+            # All of them first: the stage that they run on, and the cases' stages, have to make room for each other.
+            for case in cases:
+                for prompt in self._prompts(case):
+                    self._reference(prompt)
         for case in cases:
             result = self.run(case)
             report(result)
@@ -141,8 +152,7 @@ class Verifier:
         if self._loop.is_closed():
             return
         self._unload()
-        if self._alone is not None:
-            self._wait(self._alone.close())
+        self._unload_alone()
         self._loop.close()
         self._checkpoint.close()
 
@@ -192,6 +202,8 @@ class Verifier:
         """The tokens of one sequence alone in one stage, its prompt in one piece."""
         if prompt not in self._references:
             if self._alone is None:
+                if self._pipelines is not None:
+                    self._unload()
                 self._alone = self._pipeline((self.model.num_layers,), 16, 1)
             self._wait(self._alone.recover())
             scheduler = self._scheduler(
@@ -218,7 +230,7 @@ class Verifier:
         return tokens[len(rivals) :], preemptions, hits
 
     def _play(
-        self, pipeline: LocalPipeline | _Rehearsal, case: Case, running: Sequence[_Prompt], num_blocks: int
+        self, pipeline: Pipeline | _Rehearsal, case: Case, running: Sequence[_Prompt], num_blocks: int
     ) -> tuple[list[list[SampledToken]], int, int]:
         scheduler = self._scheduler(
             case.block_size,
@@ -271,7 +283,9 @@ class Verifier:
 
     # -- what it runs on ---------------------------------------------------------------------------------------------
 
-    def _pipeline_of(self, split: tuple[int, ...], block_size: int) -> LocalPipeline:
+    def _pipeline_of(self, split: tuple[int, ...], block_size: int) -> Pipeline:
+        if self._pipelines is not None:
+            self._unload_alone()
         if self._loaded is None or self._loaded[:2] != (split, block_size):
             self._unload()
             self._loaded = (split, block_size, self._pipeline(split, block_size, self._max_batch))
@@ -285,7 +299,12 @@ class Verifier:
             self._wait(self._loaded[2].close())
             self._loaded = None
 
-    def _pipeline(self, split: tuple[int, ...], block_size: int, sequences: int) -> LocalPipeline:
+    def _unload_alone(self) -> None:
+        if self._alone is not None:
+            self._wait(self._alone.close())
+            self._alone = None
+
+    def _pipeline(self, split: tuple[int, ...], block_size: int, sequences: int) -> Pipeline:
         longest = _LONGEST_PROMPT + self._new_tokens
         if longest > self.model.context_length:
             raise InvalidParameterError(
@@ -306,7 +325,11 @@ class Verifier:
             num_threads=self._threads,
             device=self._device,
         )
-        pipeline = LocalPipeline(specs, self._checkpoint, self._backend_factory)
+        pipeline = (
+            LocalPipeline(specs, self._checkpoint, self._backend_factory)
+            if self._pipelines is None
+            else self._pipelines(specs)
+        )
         self._wait(pipeline.start())
         return pipeline
 
@@ -354,7 +377,7 @@ class _Rehearsal:
 
 
 async def _drain(
-    pipeline: LocalPipeline | _Rehearsal,
+    pipeline: Pipeline | _Rehearsal,
     scheduler: Scheduler,
     requests: Sequence[NewRequest],
     later: Sequence[NewRequest] = (),

@@ -154,7 +154,8 @@ def plan(
 
 @app.command(
     epilog="Examples:  shardline verify smollm2-135m    shardline verify model.gguf --full --json > matrix.json    "
-    "shardline verify model.gguf --batches 1,5 --splits 30/10,12,8"
+    "shardline verify model.gguf --batches 1,5 --splits 30/10,12,8    "
+    "shardline verify model.gguf --device gpu --gpu-memory 4GiB"
 )
 def verify(
     model: o.Model,
@@ -166,8 +167,10 @@ def verify(
     chunks: Annotated[str, typer.Option(metavar="N,...", help="Prefill chunks; 0 is the whole prompt.")] = "7,64,0",
     batches: Annotated[str, typer.Option(metavar="N,...", help="Sequences at once.")] = "1,2,5,17,33,64",
     tokens: Annotated[int, typer.Option(help="Tokens that each sequence generates.")] = 6,
+    address: o.Address = None,
+    gpu_memory: o.GpuMemory = None,
     threads: o.Threads = None,
-    device: o.OneDevice = "cpu",
+    device: o.Device = "cpu",
     kv_dtype: o.KvDtype = "float16",
     as_json: o.Json = False,
 ) -> None:
@@ -185,6 +188,8 @@ def verify(
         new_tokens=tokens,
         threads=threads,
         device=device,
+        address=address,
+        gpu_memory=None if gpu_memory is None else o.parse_sizes(gpu_memory),
         kv_dtype=kv_dtype,
         as_json=as_json,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import resource
@@ -16,6 +17,8 @@ from rich.text import Text
 from shardline._version import __version__
 from shardline.cluster.build import available_memory, cores
 from shardline.cluster.cli.output import print_json, stdout, table
+from shardline.cluster.errors import PlanningError
+from shardline.cluster.gpus import gpus_here
 from shardline.cluster.models import KNOWN_MODELS, cache_folder
 from shardline.cluster.planning.stage_costs import mib
 
@@ -67,7 +70,7 @@ def examine() -> list[Finding]:
         _folder("model cache", cache_folder()),
         _models(),
         _compiled(),
-        _gpus(),
+        *_gpus(),
     ]
 
 
@@ -142,6 +145,31 @@ def _compiled() -> Finding:
     return Finding("compiled kernels", OK, f"{len(sizes)} files, {mib(sum(sizes))} in {folder}")
 
 
-def _gpus() -> Finding:
+def _gpus() -> list[Finding]:
     count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return Finding("GPUs", OK, f"{count} NVIDIA cards: --device cuda:0 uses the first" if count else "none found")
+    if importlib.util.find_spec("cupy") is None:
+        if not count:
+            return [Finding("GPUs", OK, "none found")]
+        return [
+            Finding("GPUs", NOTE, f"{count} NVIDIA cards, and no cupy: pip install 'shardline[cuda12]', or [cuda13]")
+        ]
+    try:
+        found = gpus_here()
+    except PlanningError as error:
+        return [Finding("GPUs", NOTE if count else OK, str(error))]
+    cards = [gpu.card for gpu in found]
+    lines = [
+        Finding(
+            f"GPU {card.index}",
+            OK,
+            f"{card.name}, sm_{card.arch}, {mib(card.free_bytes)} of {mib(card.total_bytes)} free, "
+            f"{card.bytes_per_second / 1e9:.0f} GB/s, {card.bus_id}: --device cuda:{card.index}",
+        )
+        for card in cards
+    ]
+    classes = {card.numeric_class for card in cards}
+    if len(classes) > 1:
+        lines.append(
+            Finding("GPUs", NOTE, f"of {len(classes)} numeric classes: bytes may depend on which one has which layers")
+        )
+    return lines

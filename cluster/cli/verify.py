@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardline.cluster.build import cores
-from shardline.cluster.checking.verify import Verifier
+from shardline.cluster.build import EngineOptions, chosen_gpus, cores, gpu_shares, wanted
+from shardline.cluster.checking.verify import PipelineFactory, Verifier
 from shardline.cluster.checking.verify_cases import Case, Factors, default_splits
 from shardline.cluster.checking.verify_result import CaseResult
 from shardline.cluster.cli.output import print_json, say, stderr, stdout, table
 from shardline.cluster.models import resolve
+from shardline.scheduler import InvalidParameterError
+from shardline.stage import StageSpec
 
 MANY = 100
 """Above this many cases the table has only those that failed."""
@@ -30,20 +35,27 @@ def verify_command(
     new_tokens: int,
     threads: int | None,
     device: str,
+    address: str | None,
+    gpu_memory: tuple[int, ...] | None,
     kv_dtype: str,
     as_json: bool,
 ) -> int:
     """See `shardline verify`. Returns the exit code."""
     path = resolve(model, progress=say)
     results: list[CaseResult] = []
-    with Verifier(
-        path,
-        new_tokens=new_tokens,
-        threads=cores() if threads is None else threads,
-        kv_dtype=kv_dtype,
-        max_batch=max(batches),
-        device=device,
-    ) as verifier:
+    options = EngineOptions(model, address=address, device=device, gpu_memory=gpu_memory, kv_dtype=kv_dtype)
+    with (
+        over_gpus(path, options) as pipelines,
+        Verifier(
+            path,
+            new_tokens=new_tokens,
+            threads=cores() if threads is None else threads,
+            kv_dtype=kv_dtype,
+            max_batch=max(batches),
+            device=device if pipelines is None else "cuda:0",
+            pipelines=pipelines,
+        ) as verifier,
+    ):
         factors = Factors(splits or default_splits(verifier.model.num_layers), block_sizes, chunks, batches)
         cases = factors.product() if full else factors.covering()
         with Progress(
@@ -69,6 +81,41 @@ def verify_command(
     else:
         _print(results)
     return 0 if passed else 1
+
+
+@contextmanager
+def over_gpus(path: Path, options: EngineOptions) -> Iterator[PipelineFactory | None]:
+    """Pipelines over Ray on the GPUs of the options, dealt over them anew for each split; None where the stages run in
+    this process. Inside, Ray is connected if it is needed. Raises PlanningError, InvalidParameterError."""
+    wanted(options)
+    if options.device == "cpu" and options.address is not None:
+        raise InvalidParameterError(
+            "address", options.address, "--device gpu too: on the CPU stages run in this process"
+        )
+    if options.gpu_memory is not None and len(options.gpu_memory) > 1:
+        raise InvalidParameterError("gpu_memory", options.gpu_memory, "one size: splits differ in their stages")
+    if options.device == "cpu" or not options.uses_ray:
+        yield None
+        return
+    from shardline.cluster.ray_pipeline import RayPipeline
+    from shardline.cluster.ray_runtime import StagePlacement, connected
+
+    on_cluster = options.address not in (None, "local")
+    gpus = chosen_gpus(options)
+
+    def make(specs: tuple[StageSpec, ...]) -> RayPipeline:
+        shares = gpu_shares(gpus, len(specs), options.gpu_memory)[: len(specs)]
+        # A stage's process sees its own GPU alone.
+        limited = [
+            replace(spec, device="cuda:0", memory_bytes=share.memory_limit)
+            for spec, share in zip(specs, shares, strict=True)
+        ]
+        places = [StagePlacement(share.node if on_cluster else None, gpu=share.gpu) for share in shares]
+        return RayPipeline(limited, path, places)
+
+    count = None if on_cluster else 1 + max(gpu.card.index for gpu in gpus)
+    with connected(options.address if on_cluster else None, num_gpus=count):
+        yield make
 
 
 def _print(results: Sequence[CaseResult]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def class_of(arch: int) -> str:
 
 
 def cuda_devices() -> list[CudaDevice]:
-    """Every GPU that this process sees and the kernels run on. Makes this process's context on each.
+    """Every GPU that this process sees and the kernels run on.
 
     Raises:
         DeviceUnavailableError: there is none; what is missing, or what the first one lacks.
@@ -77,15 +78,13 @@ def cuda_bus_id(index: int) -> str:
 
 
 def cuda_free_bytes(index: int) -> int:
-    """What is free on a GPU now, for all processes together. Makes this process's context there."""
-    from shardline.kernels.cuda.cupy_import import cupy
-
-    with cupy.cuda.Device(index) as device:
-        return int(device.mem_info[0])
+    """What is free on a GPU now, for all processes together. Leaves a context there only where NVML does not answer."""
+    total = int(_runtime().getDeviceProperties(index)["totalGlobalMem"])
+    return (nvml_memory(cuda_bus_id(index), total) or _mem_info(index))[0]
 
 
 def cuda_device(index: int) -> CudaDevice:
-    """Look at a GPU.
+    """Look at a GPU. Leaves this process's context on it only where NVML does not answer.
 
     Raises:
         DeviceUnavailableError: cupy, a driver or the GPU is missing, or it is older than sm_80.
@@ -102,10 +101,12 @@ def cuda_device(index: int) -> CudaDevice:
             f"GPU {index} is sm_{arch}, and the kernels need sm_{OLDEST_ARCH} (Ampere) or newer: leave this card out, "
             "or use the CPU"
         )
-    with cupy.cuda.Device(index) as device:
-        free, total = device.mem_info
-        # kHz, two transfers a clock, bits.
-        rate = 2e3 * device.attributes["MemoryClockRate"] * device.attributes["GlobalMemoryBusWidth"] / 8
+    address, total = cuda_bus_id(index), int(facts["totalGlobalMem"])
+    free, total = nvml_memory(address, total) or _mem_info(index)
+    # The device is not entered: that makes a context, some hundreds of MiB that then count as taken.
+    attributes = cupy.cuda.Device(index).attributes
+    # kHz, two transfers a clock, bits.
+    rate = 2e3 * attributes["MemoryClockRate"] * attributes["GlobalMemoryBusWidth"] / 8
     return CudaDevice(
         index,
         facts["name"].decode(),
@@ -114,8 +115,44 @@ def cuda_device(index: int) -> CudaDevice:
         total,
         float(rate),
         facts["multiProcessorCount"],
-        cuda_bus_id(index),
+        address,
     )
+
+
+def nvml_memory(address: str, total: int) -> tuple[int, int] | None:
+    """(free, total) bytes of the GPU with that PCI address, from the library behind nvidia-smi, which needs no context.
+
+    None where it does not answer, or speaks of something else than CUDA, whose total is given: a slice of the card.
+    """
+    memory = _NvmlMemory()
+    device = ctypes.c_void_p()
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2() != 0:
+            return None
+        try:
+            failed = library.nvmlDeviceGetHandleByPciBusId_v2(address.encode(), ctypes.byref(device))
+            failed = failed or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        finally:
+            library.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+    # NVML's total has some hundreds of MiB that the driver keeps for itself.
+    if failed or abs(memory.total - total) > total // 8:
+        return None
+    return int(memory.free), int(memory.total)
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def _mem_info(index: int) -> tuple[int, int]:
+    from shardline.kernels.cuda.cupy_import import cupy
+
+    with cupy.cuda.Device(index) as device:
+        free, total = device.mem_info
+    return int(free), int(total)
 
 
 def _device_count() -> int:

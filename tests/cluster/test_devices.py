@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from shardline.cluster import PlanningError, build
 from shardline.cluster.build import EngineOptions, Prepared, build_engine, gpu_shares, prepare
-from shardline.cluster.cli import main
+from shardline.cluster.cli import doctor, main
+from shardline.cluster.cli.doctor import Finding
 from shardline.cluster.gpus import GpuReport, NodeGpu, gpus_of, wait_until_free
 from shardline.cluster.ray_runtime import NodeInfo, StagePlacement
 from shardline.kernels import CudaDevice, KernelsError
@@ -47,12 +49,12 @@ def specs_of(prepared: Prepared, *, in_process: bool) -> tuple[StageSpec, ...]:
         ({"device": "cuda:0,cuda:0"}, "cuda:0,cuda:1 for GPUs here; or gpu for all of the cluster"),
         ({"device": "cuda:0", "kv_dtype": "float32"}, "float16 on a GPU"),
         ({"device": "gpu", "kv_dtype": "float32"}, "float16 on a GPU"),
-        ({"device": "gpu", "memory": (GIB,)}, "a GPU has --gpu-memory"),
-        ({"device": "cuda:0", "stages": 2, "memory": (GIB, GIB)}, "a GPU has --gpu-memory"),
-        ({"device": "cuda:0", "memory": (GIB,)}, "a GPU has --gpu-memory"),
+        ({"device": "gpu", "memory": (GIB,)}, "give --gpu-memory instead"),
+        ({"device": "cuda:0", "stages": 2, "memory": (GIB, GIB)}, "give --gpu-memory instead"),
+        ({"device": "cuda:0", "memory": (GIB,)}, "give --gpu-memory instead"),
         ({"gpu_memory": (GIB,)}, "give --device gpu too"),
         ({"device": "gpu", "gpu_memory": (GIB, GIB), "stages": 3}, "one size for all, or one for each of 3 stages"),
-        ({"device": "cuda:0", "gpu_memory": (GIB,), "memory": (GIB,)}, "not given beside --gpu-memory"),
+        ({"device": "cuda:0", "gpu_memory": (GIB,), "memory": (GIB,)}, "give --gpu-memory alone"),
     ],
 )
 def test_what_no_gpu_could_do_is_refused(smollm2: Path, options: dict[str, object], match: str) -> None:
@@ -201,7 +203,7 @@ def test_without_a_gpu_it_says_so_before_anything_starts(smollm2: Path, capsys: 
     except PlanningError:
         assert main(["plan", str(smollm2), "--device", "gpu"]) == 1
         error = capsys.readouterr().err
-        assert "no GPU can be used on" in error
+        assert error.startswith("shardline: on ")
         assert "cupy" in error or "nvidia-smi" in error
     else:
         pytest.skip("there is a GPU here")
@@ -217,3 +219,53 @@ def test_memory_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
     assert wait_until_free(5, 60.0, free, pause=0)
     assert len(asked) == 5
     assert not wait_until_free(10**9, 0.0, free, pause=0)
+
+
+# -- the commands ----------------------------------------------------------------------------------------------------
+
+
+def findings(monkeypatch: pytest.MonkeyPatch, found: list[NodeGpu] | str) -> list[Finding]:
+    def look() -> list[NodeGpu]:
+        if isinstance(found, str):
+            raise PlanningError(found)
+        return found
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "cupy" else None)
+    monkeypatch.setattr(doctor, "gpus_here", look)
+    return doctor._gpus()
+
+
+def test_doctor_lists_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = findings(monkeypatch, [gpu(0, 12), gpu(2, 24, 90)])
+    assert (first.what, first.status) == ("GPU 0", "ok")
+    for part in ("Test 86", "sm_86", "12288.0 MiB of 101376.0 MiB free", "360 GB/s", "--device cuda:0"):
+        assert part in first.value
+    assert (second.what, "cuda:2" in second.value) == ("GPU 2", True)
+    assert (third.status, "2 numeric classes" in third.value) == ("note", True)
+    assert len(findings(monkeypatch, [gpu(0, 12), gpu(1, 24, 89)])) == 2
+
+
+def test_doctor_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = findings(monkeypatch, "on here: the driver is too old")
+    assert "the driver is too old" in one.value
+    # Without cupy there is nothing to be asked of a child process, whether there are cards or none.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "gpus_here", lambda: pytest.fail("asked"))
+    (one,) = doctor._gpus()
+    assert one.value == "none found" or "pip install" in one.value
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--address", "local"], "give --device gpu too"),
+        (["--device", "gpu", "--gpu-memory", "3GiB,4GiB"], "one size"),
+        (["--gpu-memory", "3GiB"], "give --device gpu too"),
+        (["--device", "gpu:0"], "cuda:N or a list"),
+    ],
+)
+def test_what_verify_refuses(smollm2: Path, capsys: pytest.CaptureFixture[str], options: list[str], match: str) -> None:
+    assert main(["verify", str(smollm2), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert match in captured.err
