@@ -16,13 +16,15 @@ from rich.text import Text
 
 from shardline._version import __version__
 from shardline.cluster.build import available_memory, cores
+from shardline.cluster.cli.gpu_check import check_gpu
 from shardline.cluster.cli.output import print_json, stdout, table
 from shardline.cluster.errors import PlanningError
 from shardline.cluster.gpus import gpus_here
 from shardline.cluster.models import KNOWN_MODELS, cache_folder
 from shardline.cluster.planning.stage_costs import mib
+from shardline.kernels import CudaDevice
 
-OK, NOTE, MISSING = "ok", "note", "missing"
+OK, NOTE, MISSING, FAULT = "ok", "note", "missing", "fault"
 PACKAGES = ("ray", "numpy", "numba", "llvmlite", "tokenizers", "jinja2", "gguf", "safetensors", "typer", "rich")
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "neon", "asimd")
 NEEDED_DESCRIPTORS = 1024
@@ -31,7 +33,7 @@ SHARED_MEMORY = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; `status` is "ok", "note" or "missing"."""
+    """One line of the report; `status` is "ok", "note", "missing" or "fault"."""
 
     what: str
     status: str
@@ -46,15 +48,15 @@ def doctor_command(*, as_json: bool) -> int:
     else:
         made = table(("", "", ""), left=3)
         made.show_header = False
-        styles = {OK: "green", NOTE: "yellow", MISSING: "red"}
+        styles = {OK: "green", NOTE: "yellow", MISSING: "red", FAULT: "red"}
         for found in findings:
             made.add_row(Text(found.status, styles[found.status]), found.what, found.value)
         stdout().print(made)
-    return 1 if any(found.status == MISSING for found in findings) else 0
+    return 1 if any(found.status in (MISSING, FAULT) for found in findings) else 0
 
 
 def examine() -> list[Finding]:
-    """Look at this machine; starts nothing."""
+    """Look at this machine. On each GPU a small step runs; else nothing is started."""
     return [
         Finding("shardline", OK, f"{__version__}, {Path(__file__).parents[2]}"),
         Finding("Python", OK, f"{platform.python_version()}, {sys.executable}"),
@@ -158,18 +160,29 @@ def _gpus() -> list[Finding]:
     except PlanningError as error:
         return [Finding("GPUs", NOTE if count else OK, str(error))]
     cards = [gpu.card for gpu in found]
-    lines = [
-        Finding(
-            f"GPU {card.index}",
-            OK,
-            f"{card.name}, sm_{card.arch}, {mib(card.free_bytes)} of {mib(card.total_bytes)} free, "
-            f"{card.bytes_per_second / 1e9:.0f} GB/s, {card.bus_id}: --device cuda:{card.index}",
-        )
-        for card in cards
-    ]
+    lines = [finding for card in cards for finding in _gpu(card)]
     classes = {card.numeric_class for card in cards}
     if len(classes) > 1:
         lines.append(
             Finding("GPUs", NOTE, f"of {len(classes)} numeric classes: bytes may depend on which one has which layers")
         )
     return lines
+
+
+def _gpu(card: CudaDevice) -> list[Finding]:
+    """What it is, and whether it computes: a step runs on it, in a process of its own."""
+    what = f"GPU {card.index}"
+    found = [
+        Finding(
+            what,
+            OK,
+            f"{card.name}, sm_{card.arch}, numeric class {card.numeric_class}, {mib(card.free_bytes)} of "
+            f"{mib(card.total_bytes)} free, {card.bytes_per_second / 1e9:.0f} GB/s, {card.bus_id}: "
+            f"--device cuda:{card.index}",
+        )
+    ]
+    verdict = check_gpu(card.index)
+    found.append(Finding(f"{what} computes", FAULT if verdict.fault else OK, verdict.fault or verdict.computes))
+    if verdict.note:
+        found.append(Finding(f"{what} libraries", NOTE, verdict.note))
+    return found

@@ -488,7 +488,8 @@ def install():
         def __init__(self, arch):
             pass
 
-        def __call__(self, function, grid, threads, arguments, shared, stream):
+        def __call__(self, function, grid, threads, arguments, shared, stream, cluster=1):
+            assert cluster == 1, "clusters of blocks are not emulated: take another EMU_ARCH than 90 and newer"
             slots = []
             for a in arguments:
                 if isinstance(a, ndarray):
