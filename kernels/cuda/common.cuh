@@ -160,6 +160,14 @@ DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N));
 }
 
+// Counts one more block as done, by one thread after a barrier of its block: whoever gets a later number sees, past a barrier of its
+// own, what this block wrote before. Gives how many came before.
+DEVICE u32 arrive(u32* counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
 // -- the order of launches ------------------------------------------------------------------------------------------------
 
 // A kernel may start while the one before it still runs (from sm_90 on; see modules.py). So every kernel lets the next one start and

@@ -26,8 +26,6 @@ SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2}
 MOST_CHOSEN = 32
 """Experts a row, and groups of experts: a lane of route.cu has one."""
 
-ROUTE_ROWS = 8
-ROUTE_WARPS = 4
 SORT_THREADS = 1024
 COMBINE_CHANNELS = 1024
 """Of one block of dispatch.cu's combine."""
@@ -75,12 +73,11 @@ class ExpertOps(ProductOps):
             raise UnsupportedOperationError(f"more than {resident.MOST_EXPERTS} experts a layer", "cuda")
         if max(rule.experts_per_token, rule.num_groups) > MOST_CHOSEN:
             raise UnsupportedOperationError(f"more than {MOST_CHOSEN} experts a token, or groups of them", "cuda")
-        few = rows <= tables.ROUTE_FEW_ROWS
-        a_block = ROUTE_WARPS if few else 4 * ROUTE_WARPS
+        variant = tables.route_variant(rows, experts, self._processors)
         self._launch(
-            ("route", "route_few" if few else "route_many"),
-            (-(-experts // a_block), -(-rows // ROUTE_ROWS)),
-            32 * ROUTE_WARPS,
+            ("route", variant.name),
+            (-(-experts // variant.experts), -(-rows // variant.rows)),
+            variant.threads,
             (
                 x.fragments,
                 x.scales,
@@ -101,6 +98,7 @@ class ExpertOps(ProductOps):
                 int32(rule.normalise),
                 float32(rule.scale),
             ),
+            shared=variant.shared_bytes,
             LANE_EXPERTS=tables.lane_experts(experts),
             SCORING=SCORINGS[rule.scoring],
         )

@@ -299,8 +299,49 @@ def expert_variant(
     return [variant for variant in there if variant.tokens == plan.tile_pairs][-1]
 
 
-ROUTE_FEW_ROWS = 64
-"""Up to so many rows a warp of the router has one expert; beyond, four."""
+@dataclass(frozen=True, slots=True)
+class RouteVariant:
+    """One kernel of route.cu.
+
+    Attributes:
+        name: The kernel.
+        experts, rows: Of a block.
+        threads: Of a block.
+        warp_experts: Experts of one warp.
+    """
+
+    name: str
+    experts: int
+    rows: int
+    threads: int
+    warp_experts: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: rows, 2048 channels under way and those at work."""
+        stages, steps = self.warp_experts + 1, 8 // self.warp_experts
+        return stages * steps * 32 * self.rows * 16
+
+
+ROUTE_ONE = RouteVariant("route_2x1", 2, 1, 64, 1)
+"""For one row."""
+
+ROUTE = (
+    RouteVariant("route_2x8", 2, 8, 256, 1),
+    RouteVariant("route_4x8", 4, 8, 256, 1),
+    RouteVariant("route_8x8", 8, 8, 256, 2),
+    RouteVariant("route_16x8", 16, 8, 256, 4),
+    RouteVariant("route_16x16", 16, 16, 256, 4),
+)
+"""For more, from little work a block to much."""
+
+
+def route_variant(rows: int, experts: int, processors: int) -> RouteVariant:
+    """The kernel of route.cu, a matter of speed alone: the one of least work a block whose blocks all run at once."""
+    if rows == 1:
+        return ROUTE_ONE
+    at_once = (v for v in ROUTE if -(-experts // v.experts) * -(-rows // v.rows) <= processors)
+    return next(at_once, ROUTE[-1])
 
 
 def lane_experts(experts: int) -> int:

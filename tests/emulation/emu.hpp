@@ -102,6 +102,7 @@ template <class T> static inline T __shfl_up_sync(u32 m, T v, int d) { full(m); 
 static inline u32 __ballot_sync(u32 m, bool p) { full(m); u64 in = p, out; rendezvous("ballot", &in, 1, &out, 1, [](auto s, auto r) { u64 b = 0; for (int l = 0; l < 32; l++) b |= (s[l][0] & 1) << l; for (int l = 0; l < 32; l++) r[l][0] = b; }); return (u32)out; }
 static inline u32 __match_any_sync(u32 m, int v) { full(m); u64 in = (u32)v, out; rendezvous("match", &in, 1, &out, 1, [](auto s, auto r) { for (int a = 0; a < 32; a++) { u64 b = 0; for (int l = 0; l < 32; l++) b |= (u64)(s[l][0] == s[a][0]) << l; r[a][0] = b; } }); return (u32)out; }
 static inline u32 __reduce_max_sync(u32 m, u32 v) { full(m); u64 in = v, out; rendezvous("redmax", &in, 1, &out, 1, [](auto s, auto r) { u64 b = 0; for (int l = 0; l < 32; l++) b = std::max(b, s[l][0]); for (int l = 0; l < 32; l++) r[l][0] = b; }); return (u32)out; }
+static inline u32 __reduce_min_sync(u32 m, u32 v) { return ~__reduce_max_sync(m, ~v); }
 static inline bool __any_sync(u32 m, bool p) { return __ballot_sync(m, p) != 0; }
 static inline bool __all_sync(u32 m, bool p) { return __ballot_sync(m, p) == ~0u; }
 static inline int __syncthreads_or(int) { die("syncthreads_or"); }
@@ -121,6 +122,7 @@ static inline void __threadfence() {} static inline void __threadfence_block() {
 template <class A, class B> static inline auto min(A a, B b) { typedef typename std::common_type<A, B>::type C; return (C)a < (C)b ? (C)a : (C)b; }
 template <class A, class B> static inline auto max(A a, B b) { typedef typename std::common_type<A, B>::type C; return (C)a > (C)b ? (C)a : (C)b; }
 template <class T, class U> static inline T atomicAdd(T* p, U v) { T o = *p; *p = o + (T)v; return o; }
+static inline u32 arrive(u32* counter) { return atomicAdd(counter, 1u); }
 template <class T, class U> static inline T atomicMax(T* p, U v) { T o = *p; *p = o > (T)v ? o : (T)v; return o; }
 template <class T, class U> static inline T atomicExch(T* p, U v) { T o = *p; *p = (T)v; return o; }
 

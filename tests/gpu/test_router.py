@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from shardline.kernels import RouterRule, cpu_backend
+from shardline.kernels.cuda import tables
 
 pytestmark = pytest.mark.gpu
+KERNELS = (tables.ROUTE_ONE, *tables.ROUTE)
+ORDERED = [pair for pair in itertools.product((8, 60, 64, 128, 512), (8, 64, 2048, 2880, 8192)) if pair != (512, 8192)]
 COUNTS = [*range(1, 66), 255, 256, 257, 511, 512, 513]
 POISON = np.uint32(0x7FCABCDE)
 RULES = {
@@ -77,15 +80,18 @@ def rows_of(seed: int, count: int, channels: int) -> np.ndarray:
     return (rng.standard_normal((count, channels)) * rng.uniform(0.2, 3, (count, 1))).astype(np.float32)
 
 
-@pytest.mark.parametrize("way", ["few", "many"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_is_the_rule_in_float64_and_on_the_cpu(
-    cuda: Any, prepared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, biases: bool, way: str
+    cuda: Any,
+    prepared: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    biases: bool,
+    kernel: tables.RouteVariant,
 ) -> None:
-    from shardline.kernels.cuda import tables
-
-    monkeypatch.setattr(tables, "ROUTE_FEW_ROWS", 1 << 30 if way == "few" else 0)
+    monkeypatch.setattr(tables, "route_variant", lambda *_: kernel)
     rule = RULES[name]
     for experts, inputs, rows in ((8, 256, 3), (60, 576, 9), (128, 2048, 70), (512, 136, 17)):
         if rule.experts_per_token > experts // rule.num_groups * rule.groups_kept:
@@ -126,12 +132,61 @@ def test_equal_experts_go_by_the_lowest_id(cuda: Any, prepared: Callable[..., An
     assert (ids == np.arange(3)).all()
 
 
+def multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """fma of float32: a has 24 bits and b, an activation, 11, so that float64 holds their product."""
+    product = a.astype(np.float64) * b
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    # Rounded to odd, so that the second rounding sees on which side of the middle the sum is.
+    even = total.view(np.int64) % 2 == 0
+    total = np.where((error != 0) & even, np.nextafter(total, np.copysign(np.inf, error)), total)
+    return total.astype(np.float32)
+
+
+def logits_in_order(seen: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """Logits by the order in the header of route.cu. `seen` has a row's power of two in it, which changes no bit."""
+    rounds = -(-weight.shape[1] // 256)
+    tail = (0, rounds * 256 - weight.shape[1])
+    x, w = (np.pad(a, ((0, 0), tail)).reshape(len(a), rounds, 32, 8) for a in (seen, weight))
+    chains = np.zeros((len(seen), len(weight), 32), np.float32)
+    for position, i in itertools.product(range(rounds), range(8)):
+        chains = multiply_add(w[None, :, position, :, i], x[:, None, position, :, i], chains)
+    # By bits 4, 3, 2, 1, 0 of a chain's number.
+    tree = chains.reshape(len(seen), len(weight), 2, 2, 2, 2, 2)
+    tree = tree[:, :, :, :, 0] + tree[:, :, :, :, 1]
+    tree = tree[:, :, :, 0] + tree[:, :, :, 1]
+    tree = tree[:, :, 0] + tree[:, :, 1]
+    tree = tree[..., 0] + tree[..., 1]
+    logits: np.ndarray = tree[..., 0] + tree[..., 1]
+    return logits if bias is None else logits + bias
+
+
+@pytest.mark.parametrize(("experts", "inputs"), ORDERED)
+def test_sums_in_the_order_that_the_source_states(
+    cuda: Any, prepared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, experts: int, inputs: int
+) -> None:
+    router = Router(cuda, experts, inputs, biases=experts == 60)
+    values = rows_of(6, 24, inputs)
+    _, seen = prepared(values)
+    expected = logits_in_order(seen, router.weight, router.bias).view(np.uint32)
+    rng = np.random.default_rng(7)
+    for kernel, count in itertools.product(KERNELS, [c for c in (*range(1, 18), 64, 257) if c in COUNTS]):
+        monkeypatch.setattr(tables, "route_variant", lambda *_, kernel=kernel: kernel)
+        chosen = rng.integers(0, len(values), count)
+        x, _ = prepared(values[chosen])
+        logits = cuda._buffer("router logits", (count + 1) * experts)
+        cuda.write(logits, np.full(logits.shape, POISON, np.uint32).view(np.float32))
+        router(x, RouterRule(min(8, experts)), count)
+        got = cuda.read(logits).view(np.uint32)
+        assert np.array_equal(got[: count * experts].reshape(count, experts), expected[chosen]), (kernel, count)
+        assert (got[count * experts :] == POISON).all(), (kernel, count)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_a_row_is_the_same_in_any_company(
     cuda: Any, prepared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from shardline.kernels.cuda import tables
-
     rule, inputs, most = RULES[name], 2048, max(COUNTS)
     router = Router(cuda, 128, inputs, biases=name == "groups")
     values = rows_of(4, most, inputs)
@@ -148,11 +203,12 @@ def test_a_row_is_the_same_in_any_company(
     fine = ~np.isnan(bits.view(np.float32)).any(axis=1)
     assert fine.sum() >= most - 2
     rng = np.random.default_rng(5)
-    for few_rows in (1 << 30, 0):
-        monkeypatch.setattr(tables, "ROUTE_FEW_ROWS", few_rows)
+    for kernel in (None, *KERNELS):
+        if kernel is not None:
+            monkeypatch.setattr(tables, "route_variant", lambda *_, kernel=kernel: kernel)
         for count in COUNTS:
             chosen = rng.permutation(most)[:count]
             x, _ = prepared(values[chosen])
             got_ids, got_bits = router(x, rule, count)
-            assert np.array_equal(got_ids, ids[chosen]), (few_rows, count)
-            assert np.array_equal(got_bits[fine[chosen]], bits[chosen][fine[chosen]]), (few_rows, count)
+            assert np.array_equal(got_ids, ids[chosen]), (kernel, count)
+            assert np.array_equal(got_bits[fine[chosen]], bits[chosen][fine[chosen]]), (kernel, count)

@@ -105,7 +105,7 @@ KERNELS = {
     "pointwise": {"soft_cap", "add_gated", "join_rows"},
     "reorder": {"reorder_channels"},
     "rope_kv_write": {"rope_kv_write"},
-    "route": {"route_few", "route_many"},
+    "route": {variant.name for variant in (tables.ROUTE_ONE, *tables.ROUTE)},
     "rows": {"embedding", "gather_rows"},
     "sample": {"sample"},
 }
@@ -157,6 +157,8 @@ def test_compiles_without_spills(
         dynamic = dict.fromkeys(wanted, tables.SHARED_LIMIT // 2 - tables.STAGED_STATIC)
     elif file == "attention":
         dynamic = dict.fromkeys(("attend_rows", "attend_splits"), tables.attention_shared_bytes(defines["HEAD_DIM"]))
+    elif file == "route":
+        dynamic = {variant.name: variant.shared_bytes for variant in (tables.ROUTE_ONE, *tables.ROUTE)}
     elif file == "dispatch":
         dynamic = {"group_pairs": 4 * 32 * 512}
     assert wanted <= resources.keys()

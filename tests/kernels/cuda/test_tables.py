@@ -80,3 +80,20 @@ def test_lanes_have_room_for_the_experts() -> None:
         assert lanes * 32 >= experts
         assert lanes in (1, 2, 4, 8, 16)
         assert lanes == 1 or lanes // 2 * 32 < experts
+
+
+def test_every_launch_of_a_router_covers_its_rows_and_fits_its_card() -> None:
+    for rows, experts, processors in itertools.product((*range(1, 70), 256, 2048), (1, 8, 60, 128, 512), (28, 132)):
+        variant = tables.route_variant(rows, experts, processors)
+        blocks = -(-experts // variant.experts) * -(-rows // variant.rows)
+        assert rows == 1 or variant is tables.ROUTE[-1] or blocks <= processors
+        # Each of the block's experts and rows has one warp.
+        warps = variant.threads // 32
+        assert warps % (variant.experts // variant.warp_experts) == 0
+        assert variant.rows % (warps // (variant.experts // variant.warp_experts)) == 0
+        # The chosen wait where the rows were.
+        assert warps * 32 * 8 <= variant.shared_bytes <= tables.SHARED_LIMIT - 1024
+        assert -(-rows // variant.rows) <= 65535
+    assert [tables.route_variant(rows, 128, 132).name for rows in (1, 8, 16, 32, 64, 128, 256)] == [
+        "route_2x1", "route_2x8", "route_2x8", "route_4x8", "route_8x8", "route_16x8", "route_16x16"
+    ]  # fmt: skip
