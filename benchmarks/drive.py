@@ -87,6 +87,8 @@ class Window:
         outputs: All tokens of each sequence, those before and after it too.
         stages: What each stage did in it.
         preemptions: Since the engine started; none should come in a window.
+        processor_share: Of the window, how much of a core this process took: with stages in processes of their own the
+            engine with scheduling, text and the client.
     """
 
     seconds: float
@@ -94,6 +96,7 @@ class Window:
     outputs: list[list[int]]
     stages: list[dict[str, float]]
     preemptions: int
+    processor_share: float
 
     @property
     def rate(self) -> float:
@@ -106,7 +109,7 @@ async def decode(engine: Engine, prompts: Sequence[Tokens], warm: int, steps: in
     `steps` more; then all are cancelled. Raises RuntimeError if one ended before."""
     outputs: list[list[int]] = [[] for _ in prompts]
     behind = {warm: len(prompts), warm + steps: len(prompts)}
-    moments: dict[int, tuple[float, int]] = {}
+    moments: dict[int, tuple[float, float, int]] = {}
     snapshots: dict[int, asyncio.Task[Any]] = {}
     ids = [f"decode-{index}" for index in range(len(prompts))]
 
@@ -120,7 +123,7 @@ async def decode(engine: Engine, prompts: Sequence[Tokens], warm: int, steps: in
                 if before < mark <= len(out):
                     behind[mark] -= 1
                     if behind[mark] == 0:
-                        moments[mark] = time.perf_counter(), sum(map(len, outputs))
+                        moments[mark] = time.perf_counter(), time.process_time(), sum(map(len, outputs))
                         snapshots[mark] = asyncio.create_task(engine.status())
                         if mark == warm + steps:
                             for name in ids:
@@ -134,11 +137,16 @@ async def decode(engine: Engine, prompts: Sequence[Tokens], warm: int, steps: in
     async with asyncio.TaskGroup() as group:
         for index in range(len(prompts)):
             group.create_task(one(index))
-    (began, first), (ended, last) = moments[warm], moments[warm + steps]
+    (began, before_work, first), (ended, after_work, last) = moments[warm], moments[warm + steps]
     before, after = await snapshots[warm], await snapshots[warm + steps]
     await quiet(engine)
     return Window(
-        ended - began, last - first, outputs, between(before.stages, after.stages), after.scheduler.preemptions
+        ended - began,
+        last - first,
+        outputs,
+        between(before.stages, after.stages),
+        after.scheduler.preemptions,
+        (after_work - before_work) / (ended - began),
     )
 
 

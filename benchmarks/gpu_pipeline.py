@@ -15,7 +15,7 @@ Parts:
     overhead  one microbatch in flight, so that no stage's work hides a wait: the share of a step that no stage computes
     subset    each stage alone on the device: what stages on cards of their own would give, and stages that take turns
     traffic   lengths with a long tail, Poisson arrivals at shares of what a closed loop gives
-    soak      that with cancels and kill -9 of stages
+    soak      that with cancels and kill -9 of stages, on layouts that have their stages in Ray actors
     hops      what a step costs from process to process, by rows, with stages that do nothing
 
 Each layout runs in a process of its own, so that no one's memory is left to the next. The tokens of every sequence are
@@ -42,6 +42,7 @@ from benchmarks.record import RESULTS, machine, say, write
 from benchmarks.session import Session, apart
 from benchmarks.stages_alone import hops, subset
 
+from shardline.cluster.gpus import gpus_here
 from shardline.stage import open_checkpoint
 
 PARTS = ("decode", "prefill", "overhead", "subset", "traffic", "soak", "hops")
@@ -195,6 +196,10 @@ def main() -> int:
     given.results = given.results or RESULTS / f"gpu_pipeline_{name}.json"
     report: dict[str, Any] = {"benchmark": "gpu_pipeline"}
     report |= machine(given.commit, "benchmarks.gpu_pipeline")
+    if given.device == "gpu" and not report["gpus"]:
+        # Without nvidia-smi.
+        cards = [gpu.card for gpu in gpus_here()]
+        report["gpus"] = [{"name": card.name, "driver": None, "memory_bytes": card.total_bytes} for card in cards]
     report["options"] = {
         key: [each.name for each in value] if key == "layouts" else str(value) if isinstance(value, Path) else value
         for key, value in vars(given).items()

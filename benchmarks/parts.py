@@ -153,7 +153,7 @@ async def _decode(session: Session, run: Running) -> None:
         busy = ", ".join(f"{share['median']:.0%}" for share in row["busy_shares"])
         say(
             f"  decode {row['flight']:8s}{row['batch']:4d}: {numbers(row['tokens_per_second'])} tok/s, busy {busy}, "
-            f"{row['rows_a_step']:.1f} rows a step"
+            f"{row['rows_a_step']:.1f} rows a step, engine {row['engine_core_share']['median']:.0%} of a core"
         )
 
 
@@ -176,6 +176,7 @@ def _decode_row(name: str, batch: int, flight: tuple[int, int], windows: Sequenc
             statistics.median(one["receive_seconds_a_step"] for one in each) for each in by_stage
         ],
         "preemptions": windows[-1].preemptions,
+        "engine_core_share": trials([window.processor_share for window in windows]),
     }
 
 
@@ -261,6 +262,9 @@ async def _traffic(session: Session, run: Running) -> None:
 
 
 async def _soak(session: Session, run: Running) -> None:
+    if not session.layout.ray:
+        # Its only process is the benchmark's own.
+        return
     given, jobs = session.given, session.jobs(cancels=0.15)
     seconds = min(given.soak, session.deadline - time.monotonic())
     report = await soak(run.engine, jobs, given.clients, seconds, given.kill_every, given.seed, session.parity)

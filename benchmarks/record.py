@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -76,18 +78,24 @@ def nvidia_smi(*fields: str) -> list[list[str]]:
 
 
 def gpu_memory_used() -> list[int]:
-    """Bytes in use on each GPU, of all processes."""
-    return [int(row[0]) << 20 for row in nvidia_smi("memory.used") if row[0].isdigit()]
+    """Bytes in use on each GPU, of all processes. From the driver's library, which makes no context, where Ray's copy
+    of its bindings finds it; else from nvidia-smi. Empty without a GPU."""
+    try:
+        nvml: Any = importlib.import_module("ray._private.thirdparty.pynvml")
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return [int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
+    except Exception:
+        return [int(row[0]) << 20 for row in nvidia_smi("memory.used") if row[0].isdigit()]
 
 
 def machine(commit: str | None, module: str) -> dict[str, Any]:
     """What ran where, without a context on any GPU."""
     versions: dict[str, str] = {"shardline": __version__, "python": platform.python_version()}
     for name in ("numpy", "ray", "cupy", "numba"):
-        # By import, for a package on PYTHONPATH alone has no metadata; and not at all where it was not needed.
-        found = sys.modules.get(name)
-        if found is not None:
-            versions[name] = found.__version__
+        # By import, for a package on PYTHONPATH alone has no metadata.
+        if importlib.util.find_spec(name) is not None:
+            versions[name] = importlib.import_module(name).__version__
     driver = Path("/proc/driver/nvidia/version")
     return {
         "versions": versions,

@@ -35,7 +35,7 @@ def section(name: str, report: dict[str, Any]) -> Iterator[str]:
     """One report."""
     gpus = [gpu["name"] for gpu in report["gpus"]]
     where = ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or report["processor"]
-    driver = next((gpu["driver"] for gpu in report["gpus"]), None)
+    driver = next((gpu["driver"] for gpu in report["gpus"]), None) or report["driver"]
     versions = ", ".join(f"{what} {version}" for what, version in report["versions"].items())
     model, options = report["model"], report["options"]
     yield f"### {model['geometry']}, {model['layers']} layers, {model['weights']} weights, on {where}"
@@ -122,6 +122,7 @@ def rates(_: dict[str, Any], layouts: dict[str, Any]) -> Iterator[str]:
                     f"{predicted:.0f}" if predicted and row["flight"] == "planned" else "",
                     f"{row['rows_a_step']:.1f}",
                     ", ".join(f"{busy['median']:.0%}" for busy in row["busy_shares"]),
+                    f"{row['engine_core_share']['median']:.0%}",
                 ]
             )
     head = (
@@ -133,6 +134,7 @@ def rates(_: dict[str, Any], layouts: dict[str, Any]) -> Iterator[str]:
         "planner said",
         "rows a step",
         "stages busy",
+        "a core of the engine's process busy",
     )
     yield from rows_of(head, rows)
     prefills = [

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from benchmarks.drive import Parity
-from benchmarks.gpu_pipeline import code_of
+from benchmarks.gpu_pipeline import arguments, code_of
 from benchmarks.layouts import Layout, engine_options, parse_layout
+from benchmarks.session import Session
 from benchmarks.soak import flat
 from benchmarks.stages_alone import projected
 from benchmarks.traffic import Lengths, trace
@@ -67,6 +68,7 @@ def test_two_stages_over_ray_give_the_tokens_of_one_and_a_report_that_says_how_f
             assert len(row["busy_shares"]) == stages
             assert all(0 < busy["median"] <= 1.001 for busy in row["busy_shares"])
             assert 1 <= row["rows_a_step"] <= row["batch"]
+            assert row["engine_core_share"]["median"] > 0
         for row in result["overhead"]:
             assert 0 < row["share_of_a_step"]["median"] < 1
             assert row["seconds_a_hop"]["median"] > 0
@@ -82,7 +84,7 @@ def test_a_soak_loses_nothing_while_stages_are_killed(work: Path) -> None:
     short = ["--median-prompt", "24", "--median-output", "24", "--most-prompt", "64", "--most-output", "64"]
     done, report = run(work, "--layouts", "one", "2", *soak, *short)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not report["layouts"]["one"]["soak"]["kills"], "the only stage is in the benchmark's own process"
+    assert "soak" not in report["layouts"]["one"], "its only stage is in the benchmark's own process"
     result = report["layouts"]["2"]["soak"]
     assert result["clean"], result
     assert result["kills"]
@@ -221,6 +223,15 @@ def test_a_trace_has_long_tails_and_is_the_same_for_the_same_seed() -> None:
     assert sum(job.gap for job in jobs) / 400 == pytest.approx(1, rel=0.2)
     assert 40 < sum(job.cancel_after is not None for job in jobs) < 120
     assert max(max(job.ids) for job in jobs) < 1023, "the end token is no part of a prompt"
+
+
+def test_what_has_no_time_left_is_said_once() -> None:
+    given = arguments().parse_args([])
+    session = Session(given, parse_layout("one"), Path("model"), 100, {}, {}, deadline=0.0)
+    assert session.late("decode")
+    assert session.late("decode")
+    assert session.result["left_out"] == ["decode"]
+    assert not Session(given, parse_layout("one"), Path("model"), 100, {}, {}, deadline=math.inf).late("decode")
 
 
 def test_memory_that_grows_is_not_flat() -> None:

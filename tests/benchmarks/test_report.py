@@ -13,6 +13,7 @@ REPORT: dict[str, Any] = {
     "commit": "0123456789abcdef",
     "command": "python -m benchmarks.gpu_pipeline",
     "processor": "a processor",
+    "driver": None,
     "gpus": [{"name": "A GPU", "driver": "580.1", "memory_bytes": 1}] * 2,
     "model": {"geometry": "qwen3-8b", "layers": 36, "weights": "random"},
     "options": {"seed": 0, "prompt": 128, "steps": 64, "warm": 8, "trials": 5},
@@ -37,6 +38,7 @@ REPORT: dict[str, Any] = {
                     "tokens_per_second": {"median": 7777.0, "least": 7000.0, "most": 8000.0},
                     "busy_shares": [{"median": 0.93}],
                     "rows_a_step": 32.0,
+                    "engine_core_share": {"median": 0.41},
                 }
             ],
         }
@@ -58,7 +60,7 @@ def test_figures_stand_in_the_tables_and_the_rest_of_the_page_stays() -> None:
     assert page.startswith("# Page\n\nbefore\n")
     assert page.endswith("\n\nafter\n")
     assert "old" not in page
-    row = "| one | as planned (2) | 64 | 7777 (7000 - 8000) | 1.00 | 4321 | 32.0 | 93% |"
+    row = "| one | as planned (2) | 64 | 7777 (7000 - 8000) | 1.00 | 4321 | 32.0 | 93% | 41% |"
     for words in ("2 x A GPU", "580.1", "0123456789ab", "gpu_pipeline_x.json", "1234 sequences", "all were equal", row):
         assert words in page, words
     assert page_of(page, [("gpu_pipeline_x.json", REPORT)]) == page
