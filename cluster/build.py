@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardline.cluster import hub
 from shardline.cluster.engine import Engine
 from shardline.cluster.errors import PlanningError
-from shardline.cluster.gpus import NodeGpu, gpus_here, gpus_of
+from shardline.cluster.gpus import NodeGpu, gpus_here, gpus_of, nobody
 from shardline.cluster.local_pipeline import LocalPipeline
 from shardline.cluster.models import Progress, resolve
 from shardline.cluster.planning.placement import Device, ModelBytes, PipelinePlan, Wanted
@@ -378,11 +378,13 @@ def prepare(options: EngineOptions, *, progress: Progress | None = None) -> Prep
         checkpoint.close()
     on_cluster = options.address not in (None, "local")
     if options.device != "cpu" and options.uses_ray:
-        gpus = chosen_gpus(options)
+        unusable: list[str] = []
+        gpus = chosen_gpus(options, unusable.append)
         devices = gpu_shares(gpus, options.stage_count or len(gpus), options.gpu_memory)
         if wish.stages is None and wish.split is None:
             wish = replace(wish, stages=min(len(devices), model.num_layers))
         plan = plan_pipeline(model, size, devices, wish)
+        plan = replace(plan, notes=(*plan.notes, *(f"not used, on {problem}" for problem in unusable)))
         nodes = tuple(stage.device.node for stage in plan.stages) if on_cluster else None
         count = None if on_cluster else 1 + max(gpu.card.index for gpu in gpus)
         return Prepared(options, path, plan, nodes, hub_model, count)
@@ -402,15 +404,16 @@ def prepare(options: EngineOptions, *, progress: Progress | None = None) -> Prep
     return Prepared(options, path, plan, tuple(stage.device.node for stage in plan.stages), hub_model)
 
 
-def chosen_gpus(options: EngineOptions) -> list[NodeGpu]:
-    """The GPUs that the options name. Raises PlanningError when there is none, or not that one."""
+def chosen_gpus(options: EngineOptions, tell: Callable[[str], None] = nobody) -> list[NodeGpu]:
+    """The GPUs that the options name; `tell` hears of those that cannot be used. Raises PlanningError when there is
+    none, or not that one."""
     if options.address in (None, "local"):
-        found = gpus_here()
+        found = gpus_here(tell)
     else:
         from shardline.cluster.ray_runtime import connected, describe_cluster
 
         with connected(options.address):
-            found = gpus_of(describe_cluster(options.address))
+            found = gpus_of(describe_cluster(options.address), tell=tell)
     if options.device == "gpu":
         return found
     here = {gpu.card.index: gpu for gpu in found if gpu.is_here}

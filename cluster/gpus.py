@@ -28,7 +28,7 @@ LOOK_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """What one process sees: its GPUs, or else the problem, with its remedy."""
+    """What one process sees: its GPUs, and the problem with those that cannot be used, with its remedy."""
 
     devices: tuple[CudaDevice, ...]
     problem: str = ""
@@ -79,9 +79,10 @@ class CudaFinder:
     def look(self) -> GpuReport:
         """See `GpuFinder`."""
         try:
-            return GpuReport(tuple(cuda_devices()))
+            found, refused = cuda_devices()
         except KernelsError as error:
             return GpuReport((), str(error))
+        return GpuReport(tuple(found), "; ".join(refused))
 
     def held(self) -> str:
         """See `GpuFinder`."""
@@ -92,17 +93,30 @@ class CudaFinder:
         return cuda_free_bytes(0)
 
 
-def gpus_here() -> list[NodeGpu]:
-    """The GPUs of this machine. Raises PlanningError when there is none that can be used."""
+def nobody(problem: str) -> None:
+    """Tells nobody."""
+
+
+def gpus_here(tell: Callable[[str], None] = nobody) -> list[NodeGpu]:
+    """The GPUs of this machine. `tell` hears of those that cannot be used. Raises PlanningError when none can."""
     host = platform.node() or "localhost"
     report = _report_of_child()
     if not report.devices:
         raise PlanningError(f"on {host}: {report.problem}")
+    if report.problem:
+        tell(f"{host}: {report.problem}")
     return [NodeGpu(host, host, True, card) for card in report.devices]
 
 
-def gpus_of(nodes: Sequence[NodeInfo], finder: GpuFinder | None = None) -> list[NodeGpu]:
+def gpus_of(
+    nodes: Sequence[NodeInfo], finder: GpuFinder | None = None, tell: Callable[[str], None] = nobody
+) -> list[NodeGpu]:
     """The GPUs of a cluster's nodes, in their order; nodes to which Ray gives no GPU are not asked. Ray is connected.
+
+    Args:
+        nodes: Which.
+        finder: Looks, on each; None asks the driver.
+        tell: Hears of each node that has a GPU which cannot be used.
 
     Raises:
         PlanningError: no node has one that can be used; what each one lacks.
@@ -110,17 +124,20 @@ def gpus_of(nodes: Sequence[NodeInfo], finder: GpuFinder | None = None) -> list[
     finder = finder or CudaFinder()
     asked = [node for node in nodes if node.gpus >= 1]
     found: list[NodeGpu] = []
-    problems = [f"{node.host}: Ray has no GPU there" for node in nodes if node.gpus < 1]
+    problems: list[str] = []
     for node, report in zip(asked, _reports(asked, finder), strict=True):
         host = f"{node.host} {node.address}"
         found += [NodeGpu(node.node_id, host, node.is_this, card) for card in report.devices]
-        if not report.devices:
+        if report.problem:
             problems.append(f"{node.host}: {report.problem}")
     if not found:
+        problems += [f"{node.host}: Ray has no GPU there" for node in nodes if node.gpus < 1]
         raise PlanningError(
             f"no node has a GPU that can be used ({'; '.join(problems)}). Start nodes that have one (`ray start` "
             "counts those that the driver shows), or leave --device out for the CPU"
         )
+    for problem in problems:
+        tell(problem)
     return found
 
 

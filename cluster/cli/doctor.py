@@ -155,8 +155,9 @@ def _gpus() -> list[Finding]:
         return [
             Finding("GPUs", NOTE, f"{count} NVIDIA cards, and no cupy: pip install 'shardline[cuda12]', or [cuda13]")
         ]
+    unusable: list[str] = []
     try:
-        found = gpus_here()
+        found = gpus_here(unusable.append)
     except PlanningError as error:
         return [Finding("GPUs", NOTE if count else OK, str(error))]
     cards = [gpu.card for gpu in found]
@@ -166,7 +167,7 @@ def _gpus() -> list[Finding]:
         lines.append(
             Finding("GPUs", NOTE, f"of {len(classes)} numeric classes: bytes may depend on which one has which layers")
         )
-    return lines
+    return lines + [Finding("GPUs", NOTE, f"not used, on {problem}") for problem in unusable]
 
 
 def _gpu(card: CudaDevice) -> list[Finding]:

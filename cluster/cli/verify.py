@@ -101,7 +101,7 @@ def over_gpus(path: Path, options: EngineOptions) -> Iterator[PipelineFactory | 
     from shardline.cluster.ray_runtime import StagePlacement, connected
 
     on_cluster = options.address not in (None, "local")
-    gpus = chosen_gpus(options)
+    gpus = chosen_gpus(options, lambda problem: say(f"not used, on {problem}"))
 
     def make(specs: tuple[StageSpec, ...]) -> RayPipeline:
         shares = gpu_shares(gpus, len(specs), options.gpu_memory)[: len(specs)]

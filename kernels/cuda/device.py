@@ -47,26 +47,26 @@ def class_of(arch: int) -> str:
     return "cuda 8" if arch < 90 else "cuda 16"
 
 
-def cuda_devices() -> list[CudaDevice]:
-    """Every GPU that this process sees and the kernels run on.
+def cuda_devices() -> tuple[list[CudaDevice], list[str]]:
+    """Every GPU that this process sees and the kernels run on, and why they do not on each of the others.
 
     Raises:
-        DeviceUnavailableError: there is none; what is missing, or what the first one lacks.
+        DeviceUnavailableError: there is none; what is missing, or what they lack.
     """
     found: list[CudaDevice] = []
-    refused: list[DeviceUnavailableError] = []
+    refused: list[str] = []
     for index in range(_device_count()):
         try:
             found.append(cuda_device(index))
         except DeviceUnavailableError as error:
-            refused.append(error)
+            refused.append(str(error))
     if refused and not found:
-        raise refused[0]
+        raise DeviceUnavailableError("; ".join(refused))
     if not found:
         raise DeviceUnavailableError(
             "no GPU can be used: this process sees none; nvidia-smi should list one, CUDA_VISIBLE_DEVICES allow it"
         )
-    return found
+    return found, refused
 
 
 def cuda_bus_id(index: int) -> str:

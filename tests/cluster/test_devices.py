@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from shardline.cluster import PlanningError, build
 from shardline.cluster.build import EngineOptions, Prepared, build_engine, gpu_shares, prepare
 from shardline.cluster.cli import doctor, main
 from shardline.cluster.cli.doctor import Finding
-from shardline.cluster.gpus import GpuReport, NodeGpu, gpus_of, wait_until_free
+from shardline.cluster.cli.gpu_check import GpuVerdict
+from shardline.cluster.gpus import GpuReport, NodeGpu, wait_until_free
 from shardline.cluster.ray_runtime import NodeInfo, StagePlacement
 from shardline.kernels import CudaDevice, KernelsError
 from shardline.scheduler import InvalidParameterError
@@ -28,7 +31,7 @@ def gpu(index: int, free: int, arch: int = 86, node: str = "here") -> NodeGpu:
 
 
 def prepared_on(monkeypatch: pytest.MonkeyPatch, gpus: list[NodeGpu], model: Path, **options: object) -> Prepared:
-    monkeypatch.setattr(build, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(build, "gpus_here", lambda tell: gpus)
     wish: dict[str, object] = {"model": str(model), "device": "gpu", "context": 256, **options}
     return prepare(EngineOptions(**wish))  # type: ignore[arg-type]
 
@@ -182,17 +185,21 @@ def test_gpus_of_different_numeric_classes_are_warned_of_by_name(
 
 
 def test_a_clusters_gpus_are_placed_on_their_nodes(monkeypatch: pytest.MonkeyPatch, smollm2: Path) -> None:
-    nodes = [NodeInfo(f"id{i}", f"host{i}", f"10.0.0.{i}", 4.0, i, 8 * GIB, i == 0) for i in range(3)]
-    reports = [GpuReport((gpu(0, 8).card,)), GpuReport((gpu(0, 8).card, gpu(1, 8, 90).card))]
+    nodes = [NodeInfo(f"id{i}", f"host{i}", f"10.0.0.{i}", 4.0, i, 8 * GIB, i == 0) for i in range(4)]
+    old = "GPU 2 is sm_75, and the kernels need sm_80"
+    reports = [GpuReport((gpu(0, 8).card,)), GpuReport((gpu(0, 8).card, gpu(1, 8, 90).card), old)]
+    reports.append(GpuReport((), "the CUDA backend needs cupy"))
     monkeypatch.setattr("shardline.cluster.gpus._reports", lambda asked, finder: reports[: len(asked)])
-    found = gpus_of(nodes)
-    monkeypatch.setattr(build, "chosen_gpus", lambda options: found)
+    monkeypatch.setattr("shardline.cluster.ray_runtime.describe_cluster", lambda address: nodes)
+    monkeypatch.setattr("shardline.cluster.ray_runtime.connected", lambda address: contextlib.nullcontext())
     prepared = prepare(EngineOptions(model=str(smollm2), device="gpu", address="auto", context=256))
     assert prepared.placements == [
         StagePlacement("id1", gpu="0000:00:00.0"),
         StagePlacement("id2", gpu="0000:00:00.0"),
         StagePlacement("id2", gpu="0000:01:00.0"),
     ]
+    # Cards that cannot be used are not passed over in silence.
+    assert prepared.plan.notes[-2:] == (f"not used, on host2: {old}", "not used, on host3: the CUDA backend needs cupy")
     assert prepared.num_gpus is None
     assert prepared.plan.stages[0].device.name == "host1 10.0.0.1 GPU 0 (Test 86)"
 
@@ -225,24 +232,28 @@ def test_memory_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
 
 
 def findings(monkeypatch: pytest.MonkeyPatch, found: list[NodeGpu] | str) -> list[Finding]:
-    def look() -> list[NodeGpu]:
+    def look(tell: Callable[[str], None]) -> list[NodeGpu]:
         if isinstance(found, str):
             raise PlanningError(found)
+        tell("here: GPU 7 is sm_75")
         return found
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "cupy" else None)
+    monkeypatch.setattr(doctor, "check_gpu", lambda index: GpuVerdict("yes", "", ""))
     monkeypatch.setattr(doctor, "gpus_here", look)
     return doctor._gpus()
 
 
 def test_doctor_lists_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, third = findings(monkeypatch, [gpu(0, 12), gpu(2, 24, 90)])
+    found = findings(monkeypatch, [gpu(0, 12), gpu(2, 24, 90)])
+    first, second, third, unusable = [finding for finding in found if not finding.what.endswith("computes")]
     assert (first.what, first.status) == ("GPU 0", "ok")
     for part in ("Test 86", "sm_86", "12288.0 MiB of 101376.0 MiB free", "360 GB/s", "--device cuda:0"):
         assert part in first.value
     assert (second.what, "cuda:2" in second.value) == ("GPU 2", True)
     assert (third.status, "2 numeric classes" in third.value) == ("note", True)
-    assert len(findings(monkeypatch, [gpu(0, 12), gpu(1, 24, 89)])) == 2
+    assert (unusable.status, unusable.value) == ("note", "not used, on here: GPU 7 is sm_75")
+    assert not any("numeric classes" in one.value for one in findings(monkeypatch, [gpu(0, 12), gpu(1, 24, 89)]))
 
 
 def test_doctor_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +261,7 @@ def test_doctor_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the driver is too old" in one.value
     # Without cupy there is nothing to be asked of a child process, whether there are cards or none.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(doctor, "gpus_here", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(doctor, "gpus_here", lambda tell: pytest.fail("asked"))
     (one,) = doctor._gpus()
     assert one.value == "none found" or "pip install" in one.value
 

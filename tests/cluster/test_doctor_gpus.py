@@ -57,7 +57,7 @@ def test_doctor_shows_each_gpu_and_its_exit_code_says_whether_all_compute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problem: str, code: int
 ) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(doctor, "gpus_here", lambda: [NodeGpu("here", "here", True, CARD)])
+    monkeypatch.setattr(doctor, "gpus_here", lambda tell: [NodeGpu("here", "here", True, CARD)])
     monkeypatch.setattr(doctor, "check_gpu", lambda index: gpu_check.verdict(GOOD | {"problem": problem}))
     assert main(["doctor", "--json"]) == code
     found = {one["what"]: one for one in json.loads(capsys.readouterr().out)}
