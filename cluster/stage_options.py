@@ -13,8 +13,8 @@ def check_stage_options(*, kv_dtype: str, threads: int | None, device: str, bloc
     """Raise InvalidParameterError for what no stage could be. `threads` None stands for the cores that there are."""
     if block_size not in (8, 16, 32, 64, 128, 256):
         raise InvalidParameterError("block_size", block_size, "a power of two from 8 to 256")
-    if kv_dtype not in ("float16", "float32"):
-        raise InvalidParameterError("kv_dtype", kv_dtype, "float16 or float32")
+    if kv_dtype not in ("float16", "float32", "int8"):
+        raise InvalidParameterError("kv_dtype", kv_dtype, "float16, float32 or int8")
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise InvalidParameterError("threads", threads, f"an integer from 1 to {MAX_THREADS}")
     if device == "cpu":

@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, RopeTable, Rows, StepShape, Weight
+from shardline.kernels.backend import (
+    Array,
+    Backend,
+    KVCache,
+    KVLayout,
+    RopeTable,
+    Rows,
+    StepShape,
+    Weight,
+    kv_head_bytes,
+)
 from shardline.kernels.cpu.resident import cpu_resident_bytes
 from shardline.kernels.cuda.device import CudaDevice, cuda_bus_id, cuda_device, cuda_devices, cuda_free_bytes
 from shardline.kernels.errors import (
@@ -48,6 +58,7 @@ __all__ = [
     "cuda_device",
     "cuda_devices",
     "cuda_free_bytes",
+    "kv_head_bytes",
     "pack_nibbles",
     "quantize_groups",
 ]

@@ -40,7 +40,10 @@ class KVLayout:
         block_size: Tokens a block: a power of two from 8 to 256.
         num_kv_heads: Hkv.
         head_dim: D.
-        dtype: "float32" or "float16".
+        dtype: "float32", "float16" or "int8". Of int8 each head of a key or value, once it is turned, is stored as q
+            and one float16 scale s, and is q * s exactly. s is the least float16 with 127 s >= max |x|, and at most
+            512: larger numbers are held at 127 * 512. q = x / s, rounded to the nearest, ties to even. A head of zeros
+            has s = 0, one with a NaN or an infinity q = 0 and s = NaN.
     """
 
     num_layers: int
@@ -53,8 +56,17 @@ class KVLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole pool."""
-        item = np.dtype(self.dtype).itemsize
-        return 2 * self.num_layers * self.num_blocks * self.block_size * self.num_kv_heads * self.head_dim * item
+        heads = 2 * self.num_layers * self.num_blocks * self.block_size * self.num_kv_heads
+        return heads * kv_head_bytes(self.head_dim, self.dtype)
+
+
+def kv_head_bytes(head_dim: int, dtype: str) -> int:
+    """Bytes of one head of a key or a value in a pool of that dtype, its scale included."""
+    return head_dim * np.dtype(dtype).itemsize + (SCALE_BYTES if dtype == "int8" else 0)
+
+
+SCALE_BYTES = 2
+"""A float16."""
 
 
 KVCache = Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardline.kernels import Activation, RouterRule
+from shardline.kernels import Activation, RouterRule, kv_head_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ class ModelSpec:
         assert not (self.post_norms and any(layer.experts for layer in self.layers))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of keys and values of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * {"float32": 4, "float16": 2}[dtype]
+        """Bytes of keys and values of one token in one layer, int8's scales included."""
+        return 2 * self.num_kv_heads * kv_head_bytes(self.head_dim, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class StageSpec:
         has_embed, has_head: Whether it owns the embedding and the final norm with the head.
         num_blocks: Blocks of its KV pool.
         block_size: Tokens a block.
-        kv_dtype: "float32" or "float16".
+        kv_dtype: "float32", "float16" or "int8"; see `KVLayout`.
         max_step_tokens: The most rows of one step.
         max_sequences: The most sequences it may know at once.
         max_context: The most tokens of one sequence.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 with contextlib.suppress(ImportError):  # the tests on a GPU need no hypothesis
@@ -17,6 +18,24 @@ with contextlib.suppress(ImportError):  # the tests on a GPU need no hypothesis
     # How fast the machine is decides no test.
     settings.register_profile("shardline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("shardline")
+
+
+@pytest.fixture(scope="session")
+def quantized() -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """What an int8 pool holds of float32 heads [.., D], by its definition: int8 [.., D] and float16 scales [..]."""
+
+    def quantize(heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        with np.errstate(all="ignore"):
+            largest = np.abs(heads.astype(np.float64)).max(axis=-1)
+            scale = (largest / 127).astype(np.float16)
+            scale = np.where(scale.astype(np.float64) * 127 < largest, np.nextafter(scale, np.float16(np.inf)), scale)
+            scale = np.minimum(scale, np.float16(512))
+            scale[~np.isfinite(largest)] = np.nan
+            quotient = heads / scale.astype(np.float32)[..., None]
+            q = np.where(scale[..., None] > 0, np.clip(np.rint(quotient), -127, 127), 0)
+        return q.astype(np.int8), scale
+
+    return quantize
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ class Verifier:
             model: The model file.
             new_tokens: Tokens that each sequence generates.
             threads: CPU threads of each stage.
-            kv_dtype: "float16" or "float32".
+            kv_dtype: "float16", "float32" or "int8".
             max_batch: The most sequences of a case.
             device: What computes the stages; see `StageSpec`.
             backend_factory: Makes a stage's backend.

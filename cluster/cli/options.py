@@ -123,6 +123,6 @@ Concurrency = Annotated[
 ]
 BlockSize = Annotated[int, typer.Option(help="Tokens a block of the pool.", rich_help_panel=POOL)]
 KvDtype = Annotated[
-    str, typer.Option(metavar="float16|float32", help="How keys and values are kept.", rich_help_panel=POOL)
+    str, typer.Option(metavar="float16|float32|int8", help="How keys and values are kept.", rich_help_panel=POOL)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout instead of a table.")]

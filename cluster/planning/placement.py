@@ -87,7 +87,7 @@ class Wanted:
         context: Tokens of the longest sequence that must fit; None takes the model's own limit, or what fits.
         concurrency: Sequences of that length at once that should fit: the pool's size.
         block_size: Tokens a block.
-        kv_dtype: "float16" or "float32".
+        kv_dtype: "float16", "float32" or "int8".
         max_step_tokens: The most rows of one step.
         max_sequences: The most sequences at once.
         stages: How many stages; None takes the number that serves best.

@@ -312,7 +312,8 @@ def _context_does_not_fit(costs: StageCosts, outcome: Outcome, context: int) -> 
         head=binding is outcome.shares[-1],
     )
     room = device.free_bytes - fixed
-    halve = " --kv-dtype float16 halves what a token takes." if wanted.kv_dtype == "float32" else ""
+    smaller = {"float32": "float16 halves", "float16": "int8 nearly halves"}.get(wanted.kv_dtype)
+    halve = f" --kv-dtype {smaller} what a token takes." if smaller else ""
     fits = f"The longest that fits is --context {blocks * wanted.block_size}." if blocks else "Not one block fits."
     return (
         f"a sequence of {context} tokens does not fit: on {device.name} the keys and values of "

@@ -10,6 +10,10 @@ A sliding window only moves where a pair begins: splits stay where they are, and
 add zero. So a window that holds all positions changes no bit, and positions before it cost nothing. A sink is merged
 like one more split, of a score and no values.
 
+Of an int8 pool scores and values are summed over the integers as they are; the scale of a position's key multiplies its
+score before the softmax, and that of its value its exponential after the softmax's sum. So a scale that is NaN reaches
+the pairs that attend to its position, and no other.
+
 Threads share out (rows, query head) by their cost. See `rope` for the arrangement of the pool.
 """
 
@@ -19,6 +23,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from shardline.kernels.cpu import simd
 from shardline.kernels.cpu.intrinsics import exp_f32, fma
@@ -51,7 +57,8 @@ _BEGINS = 0
 _ENDS = MAX_PAIRS
 _KEY_OCTETS = 2 * MAX_PAIRS
 _VALUE_OCTETS = _KEY_OCTETS + _OCTETS
-_INTEGERS = _VALUE_OCTETS + _OCTETS
+_SCALE_OCTETS = _VALUE_OCTETS + _OCTETS
+_INTEGERS = _SCALE_OCTETS + _OCTETS
 _MAXIMA = 0
 _SUMS = MAX_PAIRS
 _PART_MAXIMA = 2 * MAX_PAIRS
@@ -184,6 +191,29 @@ def _softmax(work, offset, begin, end, softcap):
     return maximum, simd.fold_add(total)
 
 
+def _scale(work, octets, scales, pair, begin, end, cache):
+    raise NotImplementedError  # a name for numba, which compiles the overload below in its place
+
+
+@overload(_scale)
+def _scale_overload(work, octets, scales, pair, begin, end, cache):
+    """Multiply scores or weights begin..end - 1 of a split by their positions' scales, if the cache has any.
+
+    Whole vectors are: what that does to their other lanes is nothing that is read.
+    """
+    if cache.dtype != types.int8:
+        return lambda work, octets, scales, pair, begin, end, cache: None
+
+    def scale(work, octets, scales, pair, begin, end, cache):
+        offset = _SCORES + pair * SPLIT
+        for j in range(begin // LANES * LANES, end, LANES):
+            octet = _SCALE_OCTETS + j // OCTET
+            factors = simd.load_halves(scales, octets[octet], octets[octet + 1])
+            simd.store(work, offset + j, simd.mul(simd.load(work, offset + j), factors))
+
+    return scale
+
+
 @jit
 def _attend(
     qkv,
@@ -192,6 +222,8 @@ def _attend(
     table,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     scale,
     window,
     softcap,
@@ -215,6 +247,8 @@ def _attend(
     octets_a_block = block_size // OCTET
     keys = k_cache.reshape(k_cache.size)
     values = v_cache.reshape(v_cache.size)
+    key_scales = k_scales.reshape(k_scales.size)
+    value_scales = v_scales.reshape(v_scales.size)
     kv_head = first_head // ((qkv.shape[1] // dim - 2 * kv_heads) // kv_heads)
     heads = end_head - first_head
     pairs = (end_row - first_row) * heads
@@ -245,6 +279,7 @@ def _attend(
             inner = (block * kv_heads + kv_head) * octets_a_block + at % octets_a_block
             octets[_KEY_OCTETS + octet] = inner * dim * OCTET
             octets[_VALUE_OCTETS + octet] = inner * OCTET * stride
+            octets[_SCALE_OCTETS + octet] = inner * OCTET
         for tile in range(first_tile * TILE, length, TILE):
             for first in range(0, pairs, 4):
                 group = min(4, pairs - first)
@@ -255,9 +290,11 @@ def _attend(
             low = max(octets[_BEGINS + pair] - split, 0)
             high = min(octets[_ENDS + pair] - split, SPLIT)
             if low < high:
+                _scale(work, octets, key_scales, pair, low, high, keys)
                 maximum, weight = _softmax(work, _SCORES + pair * SPLIT, low, high, softcap)
                 work[_PART_MAXIMA + pair] = maximum
                 work[_PART_SUMS + pair] = weight
+                _scale(work, octets, value_scales, pair, low, high, values)
         for i in range(part, part + pairs * stride):
             work[i] = _ZERO
         for first in range(0, pairs, 4):
@@ -323,6 +360,8 @@ def paged_attention(
     block_tables,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     scale,
     window,
     softcap,
@@ -334,8 +373,9 @@ def paged_attention(
     """Causal attention of each row's query heads over the last `window` positions up to its own of its sequence.
 
     qkv float32 [>= rows, (Hq + 2 Hkv) * D]; positions, sequences int32; block_tables int32 [sequences, blocks];
-    k_cache, v_cache one layer's; window int64, 0: all; softcap, 0: none; sinks float32 [Hq], or empty: none; out
-    float32 [>= rows, Hq * D]; scratch uint8 [>= num_threads, `attention_scratch_bytes`], 8-byte aligned.
+    k_cache, v_cache one layer's, and k_scales, v_scales int8's scales; window int64, 0: all; softcap, 0: none; sinks
+    float32 [Hq], or empty: none; out float32 [>= rows, Hq * D]; scratch uint8 [>= num_threads,
+    `attention_scratch_bytes`], 8-byte aligned.
     """
     kv_heads = k_cache.shape[1]
     heads = qkv.shape[1] // k_cache.shape[3] - 2 * kv_heads
@@ -373,6 +413,8 @@ def paged_attention(
                 table,
                 k_cache,
                 v_cache,
+                k_scales,
+                v_scales,
                 np.float32(scale),
                 window,
                 np.float32(softcap),

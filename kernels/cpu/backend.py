@@ -147,9 +147,8 @@ class CpuBackend(ProductOps, ExpertOps):
         eps: float = 0.0,
     ) -> None:
         checks.rope_kv_write(qkv, rows, rope, cache.layout, layer, q_norm, k_norm)
-        half = cache.layout.dtype == "float16"
         self._enqueue(
-            operations.rope_kv_write_float16 if half else operations.rope_kv_write_float32,
+            operations.ROPE_KV_WRITE[cache.layout.dtype],
             self._shares(rows.count, 16 * qkv.shape[1]),
             (
                 address(qkv),
@@ -181,9 +180,8 @@ class CpuBackend(ProductOps, ExpertOps):
         sinks: Array | None = None,
     ) -> None:
         checks.paged_attention(qkv, rows, cache.layout, layer, out, window=window, softcap=softcap, sinks=sinks)
-        half = cache.layout.dtype == "float16"
         self._enqueue(
-            operations.paged_attention_float16 if half else operations.paged_attention_float32,
+            operations.PAGED_ATTENTION[cache.layout.dtype],
             # How long the sequences are is not known here, and may differ each time that the record runs.
             self._shares(rows.count * (out.shape[1] // cache.layout.head_dim), SHARE_WORK),
             (

@@ -27,7 +27,7 @@ from shardline.kernels.cpu.intrinsics import I32, I64, IEEE_MODE, call_operation
 from shardline.kernels.cpu.jit import jit, operation
 from shardline.kernels.cpu.resident import aligned_zeros
 
-RECORD_WORDS = 24
+RECORD_WORDS = 26
 """int64 words of a record: an `Operation`'s address, the number of its shares, then its arguments."""
 
 ARGUMENT_WORDS = RECORD_WORDS - 2

@@ -45,7 +45,7 @@ def soft_cap_operation(worker: int, share: int, num_shares: int, record: int) ->
 
 @jit
 def _rope_kv_write(share, num_shares, record, dtype):
-    words = carray(pointer(record), (21,), np.int64)
+    words = carray(pointer(record), (23,), np.int64)
     columns, rows = words[1], words[2]
     max_positions, half_rotary = words[7], words[8]
     blocks, kv_heads, block_size, dim, value_stride = words[12], words[13], words[14], words[15], words[16]
@@ -56,18 +56,35 @@ def _rope_kv_write(share, num_shares, record, dtype):
     sin = carray(pointer(words[6]), (max_positions, half_rotary), np.float32)
     keys = carray(pointer(words[10]), (blocks, kv_heads, block_size // rope.OCTET, dim, rope.OCTET), dtype)
     values = carray(pointer(words[11]), (blocks, kv_heads, block_size, value_stride), dtype)
-    q_norm = carray(pointer(words[17]), (words[19],), np.float32)
-    k_norm = carray(pointer(words[18]), (kv_heads * dim if words[19] > dim else words[19],), np.float32)
-    eps = float64_of_bits(words[20])
+    key_scales = carray(pointer(words[17]), (blocks, kv_heads, block_size), np.uint16)
+    value_scales = carray(pointer(words[18]), (blocks, kv_heads, block_size), np.uint16)
+    q_norm = carray(pointer(words[19]), (words[21],), np.float32)
+    k_norm = carray(pointer(words[20]), (kv_heads * dim if words[21] > dim else words[21],), np.float32)
     rope.rope_kv_write(
-        share, num_shares, qkv, positions, slots, cos, sin, words[9] != 0, keys, values, q_norm, k_norm, eps, rows
+        share,
+        num_shares,
+        qkv,
+        positions,
+        slots,
+        cos,
+        sin,
+        words[9] != 0,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        q_norm,
+        k_norm,
+        float64_of_bits(words[22]),
+        rows,
     )
 
 
 @operation
 def rope_kv_write_float32(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: qkv, its columns, rows, positions, slots, cos, sin, max positions, R / 2, interleaved, keys, values,
-    blocks, Hkv, block size, D, value stride, q_norm, k_norm, q_norm's length (0: none), eps (float64 bits)."""
+    blocks, Hkv, block size, D, value stride, key scales, value scales, q_norm, k_norm, q_norm's length (0: none), eps
+    (float64 bits)."""
     _rope_kv_write(share, num_shares, record, np.float32)
 
 
@@ -77,9 +94,15 @@ def rope_kv_write_float16(worker: int, share: int, num_shares: int, record: int)
     _rope_kv_write(share, num_shares, record, np.uint16)
 
 
+@operation
+def rope_kv_write_int8(worker: int, share: int, num_shares: int, record: int) -> None:
+    """As `rope_kv_write_float32`; the pool holds integers and has scales."""
+    _rope_kv_write(share, num_shares, record, np.int8)
+
+
 @jit
 def _paged_attention(worker, share, num_shares, record, dtype):
-    words = carray(pointer(record), (22,), np.int64)
+    words = carray(pointer(record), (24,), np.int64)
     columns, rows = words[1], words[2]
     blocks, kv_heads, block_size, dim, value_stride = words[10], words[11], words[12], words[13], words[14]
     qkv = carray(pointer(words[0]), (rows, columns), np.float32)
@@ -88,11 +111,13 @@ def _paged_attention(worker, share, num_shares, record, dtype):
     block_tables = carray(pointer(words[5]), (words[6], words[7]), np.int32)
     keys = carray(pointer(words[8]), (blocks, kv_heads, block_size // rope.OCTET, dim, rope.OCTET), dtype)
     values = carray(pointer(words[9]), (blocks, kv_heads, block_size, value_stride), dtype)
-    out = carray(pointer(words[16]), (rows, columns - 2 * kv_heads * dim), np.float32)
+    key_scales = carray(pointer(words[15]), (blocks, kv_heads, block_size), np.uint16)
+    value_scales = carray(pointer(words[16]), (blocks, kv_heads, block_size), np.uint16)
+    out = carray(pointer(words[18]), (rows, columns - 2 * kv_heads * dim), np.float32)
     # The scratch belongs to the thread, whichever share it does.
-    scratch = carray(pointer(words[17] + (worker - share) * words[18]), (num_shares, words[18]), np.uint8)
+    scratch = carray(pointer(words[19] + (worker - share) * words[20]), (num_shares, words[20]), np.uint8)
     # Without sinks the address is 0.
-    sinks = carray(pointer(words[21]), ((out.shape[1] // dim if words[21] else 0),), np.float32)
+    sinks = carray(pointer(words[23]), ((out.shape[1] // dim if words[23] else 0),), np.float32)
     attention.paged_attention(
         share,
         num_shares,
@@ -102,9 +127,11 @@ def _paged_attention(worker, share, num_shares, record, dtype):
         block_tables,
         keys,
         values,
-        float64_of_bits(words[15]),
-        words[19],
-        float64_of_bits(words[20]),
+        key_scales,
+        value_scales,
+        float64_of_bits(words[17]),
+        words[21],
+        float64_of_bits(words[22]),
         sinks,
         out,
         scratch,
@@ -115,8 +142,8 @@ def _paged_attention(worker, share, num_shares, record, dtype):
 @operation
 def paged_attention_float32(worker: int, share: int, num_shares: int, record: int) -> None:
     """Words: qkv, its columns, rows, positions, sequences, block_tables, their rows, their columns, keys, values,
-    blocks, Hkv, block size, D, value stride, scale (float64 bits), out, scratch, scratch bytes a thread, window,
-    softcap (float64 bits), sinks (0: none)."""
+    blocks, Hkv, block size, D, value stride, key scales, value scales, scale (float64 bits), out, scratch, scratch
+    bytes a thread, window, softcap (float64 bits), sinks (0: none)."""
     _paged_attention(worker, share, num_shares, record, np.float32)
 
 
@@ -124,3 +151,14 @@ def paged_attention_float32(worker: int, share: int, num_shares: int, record: in
 def paged_attention_float16(worker: int, share: int, num_shares: int, record: int) -> None:
     """As `paged_attention_float32`; the pool holds float16 bits."""
     _paged_attention(worker, share, num_shares, record, np.uint16)
+
+
+@operation
+def paged_attention_int8(worker: int, share: int, num_shares: int, record: int) -> None:
+    """As `paged_attention_float32`; the pool holds integers and has scales."""
+    _paged_attention(worker, share, num_shares, record, np.int8)
+
+
+ROPE_KV_WRITE = {"float32": rope_kv_write_float32, "float16": rope_kv_write_float16, "int8": rope_kv_write_int8}
+PAGED_ATTENTION = {"float32": paged_attention_float32, "float16": paged_attention_float16, "int8": paged_attention_int8}
+"""By `KVLayout.dtype`."""

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from shardline.kernels.cpu.intrinsics import F16, F32, I32, I64, emit_exp, emit_fma, splat
+from shardline.kernels.cpu.intrinsics import F16, F32, I8, I32, I64, emit_exp, emit_fma, splat
 
 LANES = 16
 
@@ -45,10 +45,12 @@ def _elements(context: Any, builder: ir.IRBuilder, array_type: Any, array: ir.Va
 
 def _load(builder: ir.IRBuilder, dtype: Any, pointer: ir.Value, lanes: int) -> ir.Value:
     """`lanes` elements as float32; uint16 holds float16."""
-    stored, align = (F16, 2) if dtype == types.uint16 else (F32, 4)
-    vector = ir.VectorType(stored, lanes)
+    stored, align = {types.uint16: (F16, 2), types.int8: (I8, 1)}.get(dtype, (F32, 4))
+    vector, wanted = ir.VectorType(stored, lanes), ir.VectorType(F32, lanes)
     loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=align)
-    return loaded if stored is F32 else builder.fpext(loaded, ir.VectorType(F32, lanes))
+    if stored is F32:
+        return loaded
+    return builder.sitofp(loaded, wanted) if stored is I8 else builder.fpext(loaded, wanted)
 
 
 @intrinsic
@@ -73,7 +75,7 @@ def broadcast(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def load(typingctx: Any, array: Any, offset: Any) -> Any:
-    """Sixteen elements from `offset` on, as float32; a uint16 array holds float16."""
+    """Sixteen elements from `offset` on, as float32; a uint16 array holds float16, an int8 array integers."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return _load(builder, array.dtype, _elements(context, builder, array, args[0], args[1]), LANES)
@@ -83,7 +85,7 @@ def load(typingctx: Any, array: Any, offset: Any) -> Any:
 
 @intrinsic
 def load_halves(typingctx: Any, array: Any, low: Any, high: Any) -> Any:
-    """Lanes 0-7 from offset `low` on and lanes 8-15 from `high` on, as float32; a uint16 array holds float16."""
+    """Lanes 0-7 from offset `low` on and lanes 8-15 from `high` on; elements as `load` has them."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         halves = [

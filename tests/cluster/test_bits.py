@@ -52,6 +52,23 @@ def test_a_batch_has_the_bytes_of_its_sequences_alone(verifier: Verifier, case: 
     assert result.tokens == 6 * case.batch
 
 
+# Every split, block size and chunk, warm and cold, preempted and not.
+EIGHT_BITS = [
+    Case((30,), 8, 7, 5, warm=True, preempted=True, seeded=True),
+    Case((1, 29), 64, None, 17, warm=False, preempted=True, seeded=False),
+    Case((10, 10, 10), 16, 64, 5, warm=True, preempted=False, seeded=True),
+]
+
+
+@pytest.mark.parametrize("case", EIGHT_BITS, ids=str)
+def test_with_keys_and_values_in_eight_bits_too(smollm2: Path, case: Case) -> None:
+    with Verifier(smollm2, kv_dtype="int8", max_batch=17) as verifier:
+        result = verifier.run(case)
+    assert result.first is None, f"{result.differing} of {result.sequences} sequences differ: {result.first}"
+    assert not result.missed
+    assert result.tokens == 6 * case.batch
+
+
 # -- faults that must be seen ----------------------------------------------------------------------------------------
 
 PLAIN = Case(split=(LAYERS,), block_size=16, prefill_chunk=None, batch=5, warm=False, preempted=False, seeded=False)
@@ -109,12 +126,30 @@ def stale_block(backend: Any, spec: StageSpec) -> None:
     backend.rope_kv_write = faulty
 
 
+def scale_of_a_chunk(backend: Any, spec: StageSpec) -> None:
+    """Values of 8 bits whose scale is the largest of the step's rows."""
+    write = backend.rope_kv_write
+
+    def faulty(qkv: Any, rows: Any, rope: Any, cache: Any, layer: int, **options: Any) -> None:
+        write(qkv, rows, rope, cache, layer, **options)
+        backend.synchronize()
+        block, offset = np.divmod(rows.slots[: rows.count], spec.block_size)
+        scales, values = cache.value_scales[layer].view(np.float16), cache.values[layer]
+        own = scales[block, :, offset].astype(np.float32)
+        shared = own.max(axis=0)
+        values[block, :, offset] = np.rint(values[block, :, offset] * (own / shared)[..., None])
+        scales[block, :, offset] = shared
+
+    backend.rope_kv_write = faulty
+
+
 FAULTS: list[tuple[Callable[[Any, StageSpec], None], dict[str, Any]]] = [
     (row_dependent_product, {}),
     (row_dependent_product, {"batch": 17, "seeded": True}),
     (rounded_border, {"split": (1, 29)}),
     (noise_by_row, {"seeded": True}),
     (stale_block, {"block_size": 8, "prefill_chunk": 7}),
+    (scale_of_a_chunk, {"prefill_chunk": 7}),
 ]
 
 
@@ -129,7 +164,8 @@ def test_a_seeded_fault_is_seen(
         fault(backend, spec)
         return backend
 
-    with Verifier(smollm2, max_batch=17, backend_factory=factory) as faulty:
+    kv_dtype = "int8" if fault is scale_of_a_chunk else "float16"
+    with Verifier(smollm2, max_batch=17, kv_dtype=kv_dtype, backend_factory=factory) as faulty:
         result = faulty.run(replace(PLAIN, **changed))
     assert not result.passed
     assert result.first is not None

@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelSpec, ModelBytes, list[Device], Wanted]
         context=draw(st.sampled_from([None, 16, 100, 2048])),
         concurrency=draw(st.integers(1, 9)),
         block_size=draw(st.sampled_from([8, 16, 64])),
-        kv_dtype=draw(st.sampled_from(["float16", "float32"])),
+        kv_dtype=draw(st.sampled_from(["float16", "float32", "int8"])),
         stages=draw(st.sampled_from([None, None, 1, 2, 3])),
         fill_memory=draw(st.booleans()),
         **SMALL,
@@ -340,6 +340,15 @@ def test_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
         plan_pipeline(model, size, device, Wanted(context=600, **SMALL))
     with pytest.raises(PlanningError, match=r"--context 240.*--kv-dtype float16"):
         plan_pipeline(model, size, device, Wanted(context=600, kv_dtype="float32", **SMALL))
+    with pytest.raises(PlanningError, match=r"--context 496.*--kv-dtype int8 nearly halves"):
+        plan_pipeline(model, size, device, Wanted(context=1000, **SMALL))
+    # 8 bits and a scale of 16 a head, instead of 16 bits a channel: and then they fit.
+    heads, dim = model.num_kv_heads, model.head_dim
+    assert model.kv_bytes_per_token("int8") == 2 * heads * (dim + 2)
+    assert plan_pipeline(model, size, device, Wanted(context=800, kv_dtype="int8", **SMALL)).context == 800
+    with pytest.raises(PlanningError, match="does not fit") as told:
+        plan_pipeline(model, size, device, Wanted(context=2000, kv_dtype="int8", **SMALL))
+    assert "--kv-dtype" not in str(told.value)
 
 
 def test_the_last_block_of_a_context_has_its_tables_too() -> None:

@@ -102,7 +102,7 @@ def test_only_its_own_tensors_are_read(smollm2: Path, monkeypatch: pytest.Monkey
         ({"steps": 0}, "steps=0"),
         # Once a heap was overwritten.
         ({"block_size": 7}, "block_size=7"),
-        ({"kv_dtype": "int8"}, "kv_dtype='int8'"),
+        ({"kv_dtype": "int4"}, "kv_dtype='int4'"),
         ({"threads": 0}, "threads=0"),
         ({"threads": 100_000}, "threads=100000.*1024"),
         ({"device": "tpu"}, "device='tpu'"),

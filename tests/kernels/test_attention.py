@@ -114,14 +114,28 @@ class Paged:
         return out
 
 
-def reference(qkv: np.ndarray, kv_heads: int, dim: int, dtype: str, kind: Kind = PLAIN) -> np.ndarray:
+Quantize = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def reference(
+    qkv: np.ndarray,
+    kv_heads: int,
+    dim: int,
+    dtype: str,
+    kind: Kind = PLAIN,
+    quantized: Quantize | None = None,
+) -> np.ndarray:
     rows = len(qkv)
     heads = qkv.reshape(rows, -1, dim)
     query_heads = heads.shape[1] - 2 * kv_heads
     queries = heads[:, :query_heads].astype(np.float64)
-    keys, values = (
-        heads[:, query_heads + i * kv_heads :][:, :kv_heads].astype(dtype).astype(np.float64) for i in range(2)
-    )
+    stored = heads[:, query_heads:]
+    if quantized is None:
+        stored = stored.astype(dtype).astype(np.float64)
+    else:
+        q, scale = quantized(stored)
+        stored = q * scale.astype(np.float64)[..., None]
+    keys, values = stored[:, :kv_heads], stored[:, kv_heads:]
     out = np.empty((rows, query_heads, dim))
     distance = np.arange(rows)[:, None] - np.arange(rows)
     unseen = (distance < 0) | (distance >= (kind.window or rows))
@@ -166,9 +180,9 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("query_heads", "kv_heads", "dim"), SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_equals_the_definition(
-    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, dtype: str
+    cpu: Callable[[int], Backend], quantized: Quantize, query_heads: int, kv_heads: int, dim: int, dtype: str
 ) -> None:
     lengths = (300, 1, 17)
     qkv = random_qkv(lengths, query_heads, kv_heads, dim)
@@ -176,19 +190,36 @@ def test_equals_the_definition(
     outputs = paged.run([[(2, 0, 17), (0, 0, 300), (1, 0, 1)]])
     for one, output in zip(qkv, outputs, strict=True):
         # Averages of numbers up to 4; float32 throughout.
-        np.testing.assert_allclose(output, reference(one, kv_heads, dim, dtype), rtol=0, atol=3e-6)
+        expected = reference(one, kv_heads, dim, dtype, quantized=quantized if dtype == "int8" else None)
+        np.testing.assert_allclose(output, expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 300.0])
+def test_eight_bits_are_within_half_a_step_of_what_was_written(cpu: Callable[[int], Backend], spread: float) -> None:
+    """Against float64 without any quantisation: what the pool costs, not what it holds."""
+    qkv = random_qkv([300], 9, 3, 64, spread=spread)
+    qkv[0][:, : 9 * 64] /= spread**2
+    output = Paged(cpu(2), qkv, kv_heads=3, dim=64, block_size=16, dtype="int8").run([[(0, 0, 300)]])[0]
+    # A value moves by half a step of 1 / 127 of its head's largest; a score by the root of D times that of its key's.
+    step = np.abs(qkv[0][:, 9 * 64 :]).max() / 127
+    error = np.abs(output - reference(qkv[0], 3, 64, "float32"))
+    assert error.max() < step
+    assert error.max() > step / 100, "nothing was rounded to 8 bits"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_windows_caps_and_sinks_equal_the_definition(cpu: Callable[[int], Backend], kind: Kind) -> None:
+def test_windows_caps_and_sinks_equal_the_definition(
+    cpu: Callable[[int], Backend], quantized: Quantize, kind: Kind
+) -> None:
     lengths = (90, 1, 17)
     for index, (query_heads, kv_heads, dim) in enumerate(SHAPES):
-        dtype = ("float32", "float16")[index % 2]
+        dtype = ("float32", "float16", "int8")[index % 3]
         qkv = random_qkv(lengths, query_heads, kv_heads, dim)
         paged = Paged(cpu(2), qkv, kv_heads=kv_heads, dim=dim, block_size=8, dtype=dtype)
         outputs = paged.run([[(2, 0, 17), (0, 0, 90), (1, 0, 1)]], kind)
         for one, output in zip(qkv, outputs, strict=True):
-            np.testing.assert_allclose(output, reference(one, kv_heads, dim, dtype, kind), rtol=0, atol=3e-6)
+            expected = reference(one, kv_heads, dim, dtype, kind, quantized if dtype == "int8" else None)
+            np.testing.assert_allclose(output, expected, rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 63, 64, 65, 255, 256, 257, 511, 512, 513, 999])
@@ -221,7 +252,19 @@ def test_a_lone_position_gives_its_value_exactly(cpu: Callable[[int], Backend]) 
     np.testing.assert_array_equal(output.reshape(9, 80), np.repeat(values, 3, axis=0))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_lone_position_of_eight_bits_gives_integer_times_scale_exactly(
+    cpu: Callable[[int], Backend], quantized: Quantize
+) -> None:
+    for seed, spread in enumerate((1.0, 1e-4, 1e-7, 100.0, 1e4)):
+        qkv = random_qkv([1], 9, 3, 80, seed=seed)
+        qkv[0][:, 12 * 80 :] *= np.float32(spread)
+        output = Paged(cpu(2), qkv, kv_heads=3, dim=80, block_size=8, dtype="int8").run([[(0, 0, 1)]])[0]
+        q, scale = quantized(qkv[0][0, 12 * 80 :].reshape(3, 80))
+        values = q * scale.astype(np.float64)[:, None]
+        np.testing.assert_array_equal(output.reshape(9, 80), np.repeat(values, 3, axis=0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("block_size", [8, 16, 64, 256])
 @pytest.mark.parametrize(("query_heads", "kv_heads", "dim"), [(9, 3, 64), (3, 3, 80), (7, 1, 96), (20, 1, 16)])
 def test_bits_do_not_depend_on_chunks_blocks_or_threads(
@@ -243,7 +286,8 @@ def test_bits_do_not_depend_on_chunks_blocks_or_threads(
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize(
-    ("query_heads", "kv_heads", "dim", "dtype"), [(9, 3, 64, "float16"), (3, 3, 80, "float32"), (20, 1, 16, "float16")]
+    ("query_heads", "kv_heads", "dim", "dtype"),
+    [(9, 3, 64, "float16"), (3, 3, 80, "float32"), (20, 1, 16, "float16"), (9, 3, 64, "int8"), (3, 3, 80, "int8")],
 )
 def test_bits_of_every_kind_do_not_depend_on_chunks_blocks_or_threads(
     cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, dtype: str, kind: Kind
@@ -298,16 +342,19 @@ def test_a_sink_of_minus_infinity_changes_no_bit_and_a_great_one_takes_all(cpu: 
 
 @pytest.mark.parametrize("kind", [PLAIN, Kind(33, 20.0, True)], ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize(("query_heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (14, 2, 80)])
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "dim", "dtype"),
+    [(9, 3, 64, "float32"), (4, 4, 64, "float32"), (14, 2, 80, "float32"), (9, 3, 64, "int8")],
+)
 def test_bits_do_not_depend_on_other_sequences(
-    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, threads: int, kind: Kind
+    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, dtype: str, threads: int, kind: Kind
 ) -> None:
     rng = np.random.default_rng(threads)
     lengths = [int(n) for n in rng.integers(1, 300, 40)]
     lengths[5] = 400
     qkv = random_qkv(lengths, query_heads, kv_heads, dim)
     alone = [
-        Paged(cpu(1), [one], kv_heads=kv_heads, dim=dim, block_size=16).run([[(0, 0, len(one))]], kind)[0]
+        Paged(cpu(1), [one], kv_heads=kv_heads, dim=dim, block_size=16, dtype=dtype).run([[(0, 0, len(one))]], kind)[0]
         for one in qkv
     ]
     # Decodes of some, chunks of others, in any order, until all are done.
@@ -323,21 +370,24 @@ def test_bits_do_not_depend_on_other_sequences(
                 done[sequence] += take
         if step:
             steps.append(step)
-    paged = Paged(cpu(threads), qkv, kv_heads=kv_heads, dim=dim, block_size=8, seed=threads)
+    paged = Paged(cpu(threads), qkv, kv_heads=kv_heads, dim=dim, block_size=8, dtype=dtype, seed=threads)
     for ours, expected in zip(paged.run(steps, kind, order=rng.permutation(len(lengths))), alone, strict=True):
         np.testing.assert_array_equal(ours, expected)
 
 
-def test_nan_of_a_later_position_or_another_sequence_reaches_nobody_else(cpu: Callable[[int], Backend]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_nan_of_a_later_position_or_another_sequence_reaches_nobody_else(
+    cpu: Callable[[int], Backend], dtype: str
+) -> None:
     lengths = (330, 40)
     clean = random_qkv(lengths, 9, 3, 64)
-    expected = Paged(cpu(2), clean, kv_heads=3, dim=64, block_size=16).run([[(0, 0, 330), (1, 0, 40)]])
+    expected = Paged(cpu(2), clean, kv_heads=3, dim=64, block_size=16, dtype=dtype).run([[(0, 0, 330), (1, 0, 40)]])
     for bad, value in ((3, np.nan), (100, np.inf), (255, np.nan), (256, -np.inf), (300, np.nan)):
         for part in (slice(0, 9 * 64), slice(9 * 64, 12 * 64), slice(12 * 64, None)):
             dirty = [one.copy() for one in clean]
             dirty[0][bad, part] = value
             for steps in ([[(0, 0, 330), (1, 0, 40)]], [*in_chunks(330, 50), [(1, 0, 40)]]):
-                ours = Paged(cpu(2), dirty, kv_heads=3, dim=64, block_size=8).run(steps)
+                ours = Paged(cpu(2), dirty, kv_heads=3, dim=64, block_size=8, dtype=dtype).run(steps)
                 np.testing.assert_array_equal(ours[0][:bad], expected[0][:bad])
                 np.testing.assert_array_equal(ours[1], expected[1])
                 assert not np.array_equal(ours[0][bad], expected[0][bad])
@@ -345,25 +395,26 @@ def test_nan_of_a_later_position_or_another_sequence_reaches_nobody_else(cpu: Ca
                     np.testing.assert_array_equal(ours[0][bad + 1 :], expected[0][bad + 1 :])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("window", [1, 7, 16, 33, 300])
 def test_nan_of_a_position_reaches_only_the_rows_whose_window_holds_it(
-    cpu: Callable[[int], Backend], window: int
+    cpu: Callable[[int], Backend], window: int, dtype: str
 ) -> None:
     kind = Kind(window, 20.0, True)
     clean = random_qkv([400], 9, 3, 64)
-    expected = Paged(cpu(2), clean, kv_heads=3, dim=64, block_size=16).run([[(0, 0, 400)]], kind)[0]
+    expected = Paged(cpu(2), clean, kv_heads=3, dim=64, block_size=16, dtype=dtype).run([[(0, 0, 400)]], kind)[0]
     for bad, value in ((0, np.nan), (100, np.inf), (255, np.nan), (256, np.nan), (399, np.nan)):
         for part in (slice(9 * 64, 12 * 64), slice(12 * 64, None)):
             dirty = [clean[0].copy()]
             dirty[0][bad, part] = value
             for steps in ([[(0, 0, 400)]], in_chunks(400, 50)):
-                ours = Paged(cpu(2), dirty, kv_heads=3, dim=64, block_size=8).run(steps, kind)[0]
+                ours = Paged(cpu(2), dirty, kv_heads=3, dim=64, block_size=8, dtype=dtype).run(steps, kind)[0]
                 changed = (ours != expected).any(axis=1)
                 assert np.flatnonzero(changed).tolist() == list(range(bad, min(bad + window, 400)))
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 33])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_a_window_reads_no_position_before_it(cpu: Callable[[int], Backend], window: int, dtype: str) -> None:
     length, more = 290, 30
     qkv = random_qkv([length + more], 9, 3, 64)

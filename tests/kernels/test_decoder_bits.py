@@ -245,7 +245,7 @@ def fresh(count: int, seed: int) -> list[Sequence]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_tokens_and_logprobs_do_not_depend_on_company_chunks_blocks_threads_or_preemption(
     cpu: Callable[[int], Backend], random_matrix: Callable[..., GroupedMatrix], dtype: str
 ) -> None:

@@ -83,6 +83,11 @@ backend.add_rms_norm(capped, wide_norm, 1e-6, out, length)
 backend.soft_cap(capped, 0.5, length)
 for array in (qkv, out, capped):
     digest.update(backend.read(array).tobytes())
+cache = backend.allocate_kv(KVLayout(1, table.shape[1], 16, 1, dim, "int8"))
+backend.rope_kv_write(qkv, rows, rope, cache, 0)
+backend.paged_attention(qkv, rows, cache, 0, dim**-0.5, out, window=200)
+for array in (cache.keys, cache.values, cache.key_scales, cache.value_scales, out):
+    digest.update(backend.read(array).tobytes())
 
 count, vocab = 40, 3001
 some = rng.integers(0, 2, (4, count))

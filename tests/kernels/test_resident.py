@@ -152,7 +152,8 @@ def test_blocks_start_on_cache_lines(random_matrix: Callable[..., GroupedMatrix]
         assert [array.ctypes.data % 64 for array in (part.q, part.scale, part.minimum)] == [0, 0, 0]
 
 
-def test_the_backend_counts_what_it_holds(random_matrix: Callable[..., GroupedMatrix]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_the_backend_counts_what_it_holds(random_matrix: Callable[..., GroupedMatrix], dtype: str) -> None:
     backend = cpu_backend(1)
     try:
         assert backend.resident_bytes() == 0
@@ -160,8 +161,9 @@ def test_the_backend_counts_what_it_holds(random_matrix: Callable[..., GroupedMa
         gated = backend.load_gated(gate, up)
         both = cpu_resident_bytes(4, 100, 64, 32, 2) + cpu_resident_bytes(8, 100, 64, 32, 4)
         assert backend.resident_bytes() == both
-        layout = KVLayout(num_layers=2, num_blocks=3, block_size=16, num_kv_heads=2, head_dim=64, dtype="float16")
+        layout = KVLayout(num_layers=2, num_blocks=3, block_size=16, num_kv_heads=2, head_dim=64, dtype=dtype)
         cache = backend.allocate_kv(layout)
+        assert layout.nbytes == 2 * 2 * 3 * 16 * 2 * {"float32": 256, "float16": 128, "int8": 64 + 2}[dtype]
         assert backend.resident_bytes() == both + layout.nbytes
         del gated
         assert backend.resident_bytes() == layout.nbytes

@@ -219,7 +219,7 @@ def test_any_schedule_on_any_split_gives_each_row_the_same_bits(name, tiny_model
     layers = checkpoint.spec.num_layers
     rng = np.random.default_rng([1, list(CASES).index(name)])
     hits = poisoned = 0
-    for kv_dtype, block_size, most in [("float32", 8, 4), ("float16", 16, 3), ("float32", 64, 4)]:
+    for kv_dtype, block_size, most in [("float32", 8, 4), ("float16", 16, 3), ("int8", 8, 3), ("float32", 64, 4)]:
         sequences = some_sequences(rng)
         expected = alone(checkpoint, sequences, kv_dtype)
         cuts = sorted(rng.choice(np.arange(1, layers + 1), rng.integers(1, most), replace=False).tolist())

@@ -76,7 +76,7 @@ def test_every_split_gives_the_same_bytes(family, stage_row):
     assert len({states.tobytes() for states in behind.values()}) == 4
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "int8"])
 def test_every_chunk_block_and_thread_count_gives_the_same_bytes(family, kv_dtype, stage_row):
     expected, _ = passed_on(stage_row(family, kv_dtype=kv_dtype), [TOKENS])
     for size, block_size, threads in [(1, 16, 2), (7, 8, 1), (64, 64, 2), (90, 32, 3)]:

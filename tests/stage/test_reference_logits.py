@@ -32,6 +32,17 @@ def test_kept_logits(cuts, smollm2, stage_row):
         )
 
 
+def test_eight_bit_keys_and_values_stay_near_float32(smollm2, stage_row):
+    """Mean divergence a position, over whole distributions; `benchmarks/kv_accuracy.py` prints it for all prompts."""
+    with np.load(KEPT) as file:
+        token_ids = file["scripts.token_ids"].tolist()
+    row = {dtype: stage_row(smollm2, kv_dtype=dtype, max_step_tokens=256) for dtype in ("float32", "int8")}
+    expected, got = (each.logits(each.plan({0: token_ids}))[0].astype(np.float64) for each in row.values())
+    expected, got = (x - np.logaddexp.reduce(x, axis=1)[:, None] for x in (expected, got))
+    divergence = (np.exp(expected) * (expected - got)).sum(axis=1)
+    assert 1e-6 < divergence.mean() < 2e-3, divergence.mean()
+
+
 def compare(got: np.ndarray, top_ids: np.ndarray, top_logits: np.ndarray, logsumexp: np.ndarray) -> None:
     largest = got.max(axis=1, keepdims=True)
     got = got - largest - np.log(np.exp(got - largest).sum(axis=1, keepdims=True))
