@@ -206,7 +206,7 @@ def test_stages_over_ray_are_compared_with_one_that_had_its_devices_before(smoll
 
         return make
 
-    cases = [replace(CASE, split=(18, 12)), replace(CASE, split=(18, 12), batch=5, warm=True)]
+    cases = [replace(CASE, split=(18, 12), batch=1), replace(CASE, split=(18, 12), batch=5, warm=True)]
     results: list[CaseResult] = []
     with connected(num_cpus=2):
         with Verifier(smollm2, max_batch=5, pipelines=pipelines(CheckpointLoader(smollm2))) as verifier:
