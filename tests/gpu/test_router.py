@@ -175,7 +175,8 @@ def test_sums_in_the_order_that_the_source_states(
         monkeypatch.setattr(tables, "route_variant", lambda *_, kernel=kernel: kernel)
         chosen = rng.integers(0, len(values), count)
         x, _ = prepared(values[chosen])
-        logits = cuda._buffer("router logits", (count + 1) * experts)
+        with cuda.here():
+            logits = cuda._buffer("router logits", (count + 1) * experts)
         cuda.write(logits, np.full(logits.shape, POISON, np.uint32).view(np.float32))
         router(x, RouterRule(min(8, experts)), count)
         got = cuda.read(logits).view(np.uint32)
