@@ -18,6 +18,7 @@ BUILDS_ON = {
     "linear": ("gate.cuh", "groups.cuh", "tiles.cuh"),
     "experts": ("gate.cuh", "groups.cuh", "tiles.cuh"),
     "staged": ("gate.cuh", "groups.cuh", "tiles.cuh", "scale.cuh", "staged.cuh"),
+    "choices": ("gate.cuh", "groups.cuh", "tiles.cuh", "scale.cuh", "staged.cuh"),
     "activation": ("scale.cuh", "prepare.cuh"),
     "attention": ("attention_kinds.cuh",),
     "norms": ("scale.cuh", "prepare.cuh"),

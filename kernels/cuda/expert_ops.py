@@ -16,6 +16,7 @@ from shardline.kernels.cuda.core import address, float32, int32
 from shardline.kernels.cuda.experts import CudaExperts, ExpertMatrices
 from shardline.kernels.cuda.pack import TILE
 from shardline.kernels.cuda.products import ACTIVATIONS, ProductOps
+from shardline.kernels.cuda.staged import SOURCES
 from shardline.kernels.cuda.tables import ExpertPlan
 from shardline.kernels.errors import UnsupportedOperationError
 from shardline.kernels.experts import Activation, Expert, RouterRule
@@ -49,6 +50,7 @@ class ExpertOps(ProductOps):
         self._modules.start("dispatch")
         for matrices, joined in ((weight.gate_up[0], len(weight.gate_up) == 1), (weight.down, False)):
             self._modules.start("experts", **_defines(weight, matrices, joined=joined))
+        self._modules.start("choices", **weight.down.format.defines, SOURCE=SOURCES["gated"])
         kept: CudaExperts = self._keep(weight)
         self._settle()
         return kept
@@ -124,6 +126,9 @@ class ExpertOps(ProductOps):
                     x, experts, matrices, plan, tiles, expert_ids, pairs, chosen, address(half), bias=bias
                 )
             self._join(halves, between, pairs, experts.activation)
+        if experts.down.orders is None and tables.adds_choices(plan, rows, chosen, between.blocks):
+            self._add_choices(experts, between, expert_ids, shares, out, rows)
+            return
         self._make_gated_fragments(between, pairs)
         results = self._buffer("expert results", most * experts.inputs)
         self._multiply_pairs(
@@ -141,6 +146,38 @@ class ExpertOps(ProductOps):
         grid = (rows, -(-experts.inputs // COMBINE_CHANNELS))
         arguments = (results, shares, out, int32(experts.inputs), int32(chosen))
         self._launch(("dispatch", "combine"), grid, 256, arguments)
+
+    def _add_choices(
+        self, experts: CudaExperts, gated: Activations, expert_ids: Array, shares: Array, out: Array, rows: int
+    ) -> None:
+        """The last products of the rows' pairs, and their sums."""
+        matrices, chosen = experts.down, expert_ids.shape[1]
+        # After experts.cu's product, and no other kernel, it may read ahead.
+        early = len(experts.gate_up) == 1
+        self._launch(
+            ("choices", "add_choices"),
+            (matrices.tiles, rows),
+            32 * chosen,
+            (
+                matrices.table,
+                expert_ids,
+                shares,
+                gated.values,
+                gated.largest,
+                gated.done,
+                address(experts.down_bias),
+                out,
+                int32(experts.inputs),
+                int32(experts.width),
+                int32(matrices.blocks),
+                int32(tables.slices(matrices.blocks)),
+                int32(chosen),
+                int32(early),
+            ),
+            shared=tables.choices_bytes(chosen, matrices.blocks),
+            **matrices.format.defines,
+            SOURCE=SOURCES["gated"],
+        )
 
     def _group(
         self, expert_ids: Array, experts: int, pairs: int, most: int, plan: ExpertPlan

@@ -19,8 +19,9 @@ static_assert(EXPERTS, "tiles.cuh must know");
 template <int TOKENS>
 DEVICE int take_tile(const int4* tiles, const int* order, const int* expert_ids, const Weights* experts, int pairs_a_row, int KB,
                      int& expert, Weights& matrix, int (&pairs)[TOKENS], u32 (&places)[TOKENS]) {
-    let_next_start();
     after_previous();
+    // Not before: choices.cu reads ahead what came before this kernel.
+    let_next_start();
     const int4 tile = tiles ? tiles[blockIdx.y] : make_int4(expert_ids[blockIdx.y], blockIdx.y, 1, 0);
     const int first = tile.y, count = tile.z;
     if (count == 0) return 0;

@@ -26,12 +26,6 @@
     const uint4 *w, const Pair *scale, const Pair *minimum, SOURCE_ARGUMENTS, int K, const float *bias, float *out, int M, int N, int stride,  \
         int tiles, int KB, int accumulate, u32 *largest
 
-// Of a half block, of the lane's two tokens.
-struct SumsOfStage {
-    const float *even, *odd;
-    DEVICE float2 operator()(int) const { return make_float2(*even, *odd); }
-};
-
 // PF blocks of weights are in flight a warp.
 template <int MI, int S, int WN, int PF>
 DEVICE void staged_tokens(const Weights& weights, const Source& source, Output o, int tiles, int KB) {

@@ -30,6 +30,12 @@ struct Stage {
     float* sums;
 };
 
+// Sums of a half block, of the lane's two tokens.
+struct SumsOfStage {
+    const float *even, *odd;
+    DEVICE float2 operator()(int) const { return make_float2(*even, *odd); }
+};
+
 DEVICE Stage stage_at(float4* shared, int M, int KB) {
     u32* fragments = (u32*)(shared + (SOURCE == 2 ? M * KB * 16 : 0));
     return {shared, fragments, (float*)(fragments + KB * 2 * M * 16)};

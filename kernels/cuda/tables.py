@@ -348,6 +348,27 @@ def lane_experts(experts: int) -> int:
     """Experts that a lane of route.cu compares: what its kernels are compiled for."""
     return 1 << max(0, (-(-experts // 32) - 1).bit_length())
 
+CHOICES_ROWS = 4
+"""Up to so many rows, whose pairs are not sorted, choices.cu multiplies by the last matrices and adds up. 0: never."""
+
+MOST_CHOICES = 16
+CHOICES_BLOCKS = 48
+"""Blocks of K that one of its warps walks at most."""
+CHOICES_SHARED = SHARED_LIMIT - 2048
+"""Dynamic shared memory of its blocks at most."""
+
+
+def adds_choices(plan: ExpertPlan, rows: int, chosen: int, blocks: int) -> bool:
+    """Whether choices.cu does the last product of experts and their sum: a matter of speed alone."""
+    fits = chosen <= MOST_CHOICES and blocks <= CHOICES_BLOCKS and choices_bytes(chosen, blocks) <= CHOICES_SHARED
+    return fits and rows <= CHOICES_ROWS and not plan.sorted
+
+
+def choices_bytes(chosen: int, blocks: int) -> int:
+    """Dynamic shared memory of choices.cu."""
+    return chosen * -(-staged_bytes("gated", 1, blocks) // 16) * 16
+
+
 
 def row_threads(channels: int) -> int:
     """Threads of activation.cu for a row. Part of the bit contract: they order the sum of squares."""

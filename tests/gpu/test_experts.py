@@ -172,7 +172,11 @@ def forced(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator
 
                 monkeypatch.setattr(tables, "expert_plan", lambda *_, plan=plan: plan)
                 monkeypatch.setattr(tables, "expert_variant", variant)
-                yield f"{plan} {place}"
+                # With choices.cu, where it goes, and without.
+                for most in (0, 64) if not plan.sorted and place == 0 else (0,):
+                    monkeypatch.setattr(tables, "CHOICES_ROWS", most)
+                    monkeypatch.setattr(tables, "CHOICES_BLOCKS", 80)
+                    yield f"{plan} {place} {most}"
         monkeypatch.undo()
 
     return each
@@ -277,7 +281,7 @@ def test_formats_give_the_same_bits_in_every_way(
     results = {name: run(cuda, layer, x, ids, shares, out) for name in forced(50, 3, layer)}
     first = next(iter(results.values()))
     assert not [name for name, result in results.items() if not np.array_equal(result, first)]
-    assert len(results) == 10
+    assert len(results) == 11
 
 
 def test_a_row_is_the_same_in_any_company(cuda: Any, prepared: Callable[..., Any], formats: Any) -> None:
@@ -358,3 +362,24 @@ def test_an_expert_with_minimums_among_others_without(cuda: Any, prepared: Calla
         wanted, error = expected(layer, seen, ids, shares)
         got = run(cuda, layer, x, ids, shares, np.zeros((6, 256), np.float32)).view(np.float32)
         assert (np.abs(got - wanted) <= error + np.abs(wanted) * 2.0**-22).all()
+
+
+def test_few_rows_take_two_kernels(
+    cuda: Any, prepared: Callable[..., Any], formats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, names, launch = formats(4, 128, "float16", 8), [], cuda._launch
+
+    def noting(kernel: tuple[str, str], *args: Any, **options: Any) -> None:
+        names.append(kernel[1])
+        launch(kernel, *args, **options)
+
+    layer = make_layer(cuda, (form, form, form), 32, 128, 256)
+    x, _ = prepared(rows_of(21, 2, 256))
+    ids, shares = choices(22, 2, 4, 32)
+    monkeypatch.setattr(cuda, "_launch", noting)
+    run(cuda, layer, x, ids, shares, rows_of(23, 2, 256))
+    assert len(names) == 2
+    assert names[1] == "add_choices"
+    between = cuda._rows_between("experts", 8, 128)
+    assert not cuda.read(between.largest).any()
+    assert not cuda.read(between.done).any()

@@ -50,6 +50,7 @@ def products(form: dict[str, int], index: int) -> list[tuple[str, dict[str, int]
         *(("staged", form | {"SOURCE": source, "IS_GATED": 0}) for source in range(3)),
         ("staged", form | {"SOURCE": 2, "IS_GATED": 1} | kind),
         ("staged", form | {"SOURCE": 0, "IS_GATED": 1} | kind),
+        ("choices", form | {"SOURCE": 1}),
     ]
 
 
@@ -99,6 +100,7 @@ CASES = [
 KERNELS = {
     "activation": {"prepare_gated", "prepare_rows", "rms_norm_rows"},
     "attention": {"query_tiles", "attend_rows", "attend_splits"},
+    "choices": {"add_choices"},
     "dispatch": {"group_pairs", "combine"},
     "norms": {"add_rms_norm", "norm_heads"},
     "pack": {"pack_integers", "pack_scales"},
@@ -152,6 +154,8 @@ def test_compiles_without_spills(
             dynamic |= {f"gated_{name}": size for name, size in dynamic.items()}
         else:
             wanted = set(dynamic)
+    elif file == "choices":
+        dynamic = {"add_choices": tables.CHOICES_SHARED}
     elif file == "staged":
         wanted = {v.name for vs in tables.STAGED.values() for v in vs if v.gated or not defines["IS_GATED"]}
         dynamic = dict.fromkeys(wanted, tables.SHARED_LIMIT // 2 - tables.STAGED_STATIC)

@@ -97,3 +97,26 @@ def test_every_launch_of_a_router_covers_its_rows_and_fits_its_card() -> None:
     assert [tables.route_variant(rows, 128, 132).name for rows in (1, 8, 16, 32, 64, 128, 256)] == [
         "route_2x1", "route_2x8", "route_2x8", "route_4x8", "route_8x8", "route_16x8", "route_16x16"
     ]  # fmt: skip
+
+
+def test_choices_go_where_they_fit() -> None:
+    alone, grouped = tables.ExpertPlan(8, 8, sorted=False), tables.ExpertPlan(8, 8, sorted=True)
+    assert tables.adds_choices(alone, 1, 8, 12)
+    assert not tables.adds_choices(grouped, 1, 8, 12)
+    assert not tables.adds_choices(alone, tables.CHOICES_ROWS + 1, 8, 12)
+    assert not tables.adds_choices(alone, 1, 17, 12)
+    assert not tables.adds_choices(alone, 1, 2, 224)
+    # Shared memory that a consumer card's block has.
+    assert not tables.adds_choices(alone, 1, 16, 48)
+
+
+def test_staged_products_leave_room_for_two_blocks() -> None:
+    assert tables.staged_launch("normed", 1, 6144, 64, 90, 132, gated=False) is not None
+    for arch, limit in ((86, 100 * 1024), (90, 228 * 1024)):
+        for source in ("tiles", "gated", "normed"):
+            for blocks in range(1, 400):
+                launch = tables.staged_launch(source, 1, 4096, blocks, arch, 28, gated=False)
+                if launch is not None:
+                    used = tables.staged_bytes(source, 1, blocks) + tables.STAGED_STATIC
+                    assert 2 * used <= limit
+                    assert launch.grid[0] <= 28 * (2 if launch.variant.threads > 64 else 4)
