@@ -17,7 +17,10 @@ DEVICE void prepare(const float* x, const float* weight, float eps, u32* out, fl
     const int m = blockIdx.x, quads = KB * 16;
     const float4* from = (const float4*)(x + (size_t)m * K);
     let_next_start();
-    if (NORM) for (int i = threadIdx.x * 8; i < K / 4; i += THREADS * 8) prefetch_l2((const float4*)weight + i);
+    // The first round's weights before the rows are there, and the rest to the L2.
+    float4 w = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (NORM && threadIdx.x * 4 < K) w = ((const float4*)weight)[threadIdx.x];
+    if (NORM) for (int i = THREADS + threadIdx.x * 8; i < K / 4; i += THREADS * 8) prefetch_l2((const float4*)weight + i);
     after_previous();
     Reduced own = {0.f, 0.f};
     for (int i = threadIdx.x; i < quads; i += THREADS) {
@@ -26,7 +29,7 @@ DEVICE void prepare(const float* x, const float* weight, float eps, u32* out, fl
         if (NORM) {
             own.sum = __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, own.sum))));
             if (i * 4 < K) {
-                const float4 w = ((const float4*)weight)[i];
+                if (i >= THREADS) w = ((const float4*)weight)[i];
                 v = make_float4(__fmul_rn(v.x, w.x), __fmul_rn(v.y, w.y), __fmul_rn(v.z, w.z), __fmul_rn(v.w, w.w));
             }
         }

@@ -13,10 +13,12 @@ from typing import Any
 import cupy
 import numpy as np
 from cupy_backends.cuda.api import driver
+from shardline.kernels.cuda import tables
 
 from shardline.kernels.cuda.compile import Compiled, compile_kernels
 from shardline.kernels.cuda.errors import LaunchError
 
+_PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _Source = tuple[str, tuple[tuple[str, int], ...]]
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -135,3 +137,5 @@ class Modules:
             compiled = self._compilers.submit(compile_kernels, file, dict(defines), self.arch, self._cache)
             self._compiled[source] = compiled
         return compiled
+            if tables.SHARED_CARVEOUT is not None:
+                driver.funcSetAttribute(function.ptr, _PREFERRED_CARVEOUT, tables.SHARED_CARVEOUT)

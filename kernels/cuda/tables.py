@@ -9,6 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+SHARED_CARVEOUT: int | None = None
+"""Per cent of a multiprocessor's L1 that is shared memory, for every kernel; None: as the driver chooses for each.
+
+Where two kernels want different shares, the second may have to wait for all of the first to leave.
+"""
+
 BLOCK_K = 64
 """Input channels of one packed block."""
 
@@ -252,11 +258,14 @@ def staged_launch(
     fitting = [variant for variant in variants if -(-channels // variant.channels) > processors]
     variant = fitting[-1] if fitting else variants[0]
     # As many blocks as run at once: each goes on to the next tile with its rows at hand.
-    at_once = processors * (2 if variant.threads > 64 else 4)
+    at_once = processors * STAGED_AT_ONCE * (1 if variant.threads > 64 else 2)
     return LinearLaunch(variant, (min(-(-channels // variant.channels), at_once), 1, 1))
 
 
 @dataclass(frozen=True, slots=True)
+STAGED_AT_ONCE = 2
+"""Blocks of 256 threads a multiprocessor, at most 2. With 1 the next kernel's fit beside them, to read ahead."""
+
 class ExpertPlan:
     """How a step's pairs of a row and one of its experts are cut into tiles; a function of their number alone.
 
