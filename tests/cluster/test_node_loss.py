@@ -12,7 +12,8 @@ import pytest
 pytestmark = pytest.mark.ray
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, os, sys
+from dataclasses import dataclass
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 from shardline.cluster import Engine, Request
@@ -23,6 +24,15 @@ from shardline.cluster.ray_runtime import StagePlacement, connected, describe_cl
 from shardline.cluster.text.model_text import ModelText
 from shardline.scheduler import SamplingParams, SchedulerConfig
 from shardline.stage import open_checkpoint
+
+# With "gpu": GPUs that only Ray believes in, the second one of the first node, and the other node's for two stages.
+ON_GPUS = sys.argv[2] == "gpu"
+SPLIT, NODES, GPUS = ((10, 10, 10), (0, 1, 1), ("1", "0", "0")) if ON_GPUS else ((14, 16), (0, 1), (None, None))
+
+@dataclass
+class Finder:
+    def held(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
 
 REQUEST = Request(text="The capital of France is", params=SamplingParams(max_tokens=8, logprobs=1, seed=1))
 
@@ -39,7 +49,7 @@ async def until(condition):
 def engine_on(path, nodes):
     checkpoint = open_checkpoint(path)
     specs = stage_specs(
-        checkpoint.spec, (14, 16), num_blocks=8, block_size=16, kv_dtype="float16", max_step_tokens=32, max_sequences=2,
+        checkpoint.spec, SPLIT, num_blocks=8, block_size=16, kv_dtype="float16", max_step_tokens=32, max_sequences=2,
         max_context=64, num_threads=1,
     )
     text = ModelText.from_checkpoint(checkpoint)
@@ -47,7 +57,8 @@ def engine_on(path, nodes):
     limits = SchedulerConfig(
         num_blocks=8, block_size=16, max_context=64, depth=3, max_step_tokens=32, prefill_chunk=32, max_sequences=2
     )
-    pipeline = RayPipeline(specs, path, [StagePlacement(node.node_id) for node in nodes])
+    placements = [StagePlacement(nodes[node].node_id, gpu=gpu) for node, gpu in zip(NODES, GPUS)]
+    pipeline = RayPipeline(specs, path, placements, finder=Finder())
     return Engine(pipeline, text, limits, EngineConfig(max_losses=20, retry_seconds=0.5))
 
 async def work(engine, cluster, worker):
@@ -66,7 +77,7 @@ async def work(engine, cluster, worker):
     try:
         await engine.start()
         before = await answer(engine)
-        first, second = engine._pipeline._fleet.nodes()
+        first, second = engine._pipeline._fleet.nodes()[:2]
         assert first != second
         cluster.remove_node(worker, allow_graceful=False)
 
@@ -79,19 +90,22 @@ async def work(engine, cluster, worker):
         await until(failed)
         assert (await engine.status()).state == "recovering"
         # Ray wants the main thread for this.
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=1, num_gpus=1)
         await until(back)
         assert joined(await answer(engine)) == joined(before)
         status = await engine.status()
-        assert (status.losses, len(status.stages)) == (1, 2), status
-        assert engine._pipeline._fleet.nodes()[0] == first
-        assert engine._pipeline._fleet.nodes()[1] not in (first, second)
+        assert (status.losses, len(status.stages)) == (1, len(SPLIT)), status
+        after = engine._pipeline._fleet.nodes()
+        assert after[0] == first
+        assert len({second, *after}) == 3
+        if ON_GPUS:
+            assert [stage.where.split()[-1] for stage in status.stages] == list(GPUS), status
     finally:
         await engine.close()
     assert all(group["state"] == "REMOVED" for group in placement_group_table().values())
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-worker = cluster.add_node(num_cpus=1)
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 2, "include_dashboard": False})
+worker = cluster.add_node(num_cpus=1, num_gpus=1)
 with connected(cluster.address):
     asyncio.run(work(engine_on(sys.argv[1], describe_cluster()), cluster, worker))
 cluster.shutdown()
@@ -99,9 +113,10 @@ sys.stdout.write("same bytes\\n")
 """
 
 
-def test_a_node_that_comes_back_within_the_budget_is_used(smollm2: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_node_that_comes_back_within_the_budget_is_used(smollm2: Path, device: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(smollm2)],
+        [sys.executable, "-c", PROGRAM, str(smollm2), device],
         # A token of this user's is for clusters that want one.
         env={**os.environ, "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
