@@ -20,7 +20,8 @@ Parts:
 
 Each layout runs in a process of its own, so that no one's memory is left to the next. The tokens of every sequence are
 compared: with the same prompt alone on the first layout (a sample), and with what other layouts and batches gave (all).
-Exit code 1: something differed. 2: something failed, or a soak was not clean. The JSON is written after each part.
+Exit code 1: something differed. 2: something failed, or a soak was not clean. What is measured is written after each
+layout, and after each part of one beside it (`.partial.json`).
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def run_all(given: argparse.Namespace, report: dict[str, Any]) -> int:
         if "subset" in given.parts and layout.stages > 1:
             result |= apart(subset, session_of(layout)).result
         write(given.results, report)
+        session_of(layout).partial.unlink(missing_ok=True)
     report["seconds"] = time.perf_counter() - began
     report["code"] = code_of(report, with_engine)
     write(given.results, report)

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.drive import alone, decode, greedy, read_prompts
 from benchmarks.layouts import Running, running, stage_facts
-from benchmarks.record import milliseconds, numbers, say, trials
+from benchmarks.record import milliseconds, numbers, say, trials, write
 from benchmarks.session import BLOCK, Session, predictions, prepared_for, ray_for
 from benchmarks.soak import soak
 from benchmarks.traffic import closed_loop, open_loop
@@ -59,6 +59,7 @@ async def _measure(session: Session, prepared: Prepared, records: Path) -> None:
             if name in given.parts and not session.late(name):
                 async with _restored(run), asyncio.timeout(given.part_seconds):
                     await part(session, run)
+                write(session.partial, session.result | {"parity": session.parity.data()})
         result["gpu_memory_used_at_the_end_bytes"] = run.describe()["gpu_memory_used_bytes"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import platform
@@ -11,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,8 @@ def machine(commit: str | None, module: str) -> dict[str, Any]:
     versions: dict[str, str] = {"shardline": __version__, "python": platform.python_version()}
     for name in ("numpy", "ray", "cupy", "numba"):
         # By import, for a package on PYTHONPATH alone has no metadata.
-        if importlib.util.find_spec(name) is not None:
-            versions[name] = importlib.import_module(name).__version__
+        with suppress(ImportError):
+            versions[name] = str(getattr(importlib.import_module(name), "__version__", "unknown"))
     driver = Path("/proc/driver/nvidia/version")
     return {
         "versions": versions,

@@ -274,7 +274,8 @@ def soaks(_: dict[str, Any], layouts: dict[str, Any]) -> Iterator[str]:
 
 def read_reports(folder: Path = RESULTS) -> list[tuple[str, dict[str, Any]]]:
     """What is there, by name."""
-    return [(path.name, json.loads(path.read_text())) for path in sorted(folder.glob("gpu_pipeline*.json"))]
+    paths = [path for path in sorted(folder.glob("gpu_pipeline*.json")) if ".partial." not in path.name]
+    return [(path.name, json.loads(path.read_text())) for path in paths]
 
 
 def main() -> int:

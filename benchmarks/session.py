@@ -56,6 +56,12 @@ class Session:
     result: dict[str, Any] = field(default_factory=dict)
     parity: Parity = field(default_factory=Parity)
 
+    @property
+    def partial(self) -> Path:
+        """What is measured so far of this layout, for the case that the command is ended from outside."""
+        results: Path = self.given.results
+        return results.with_name(f"{results.stem}.{self.layout.name}.partial.json")
+
     def late(self, what: str) -> bool:
         """Whether there is no time left; what is left out is said."""
         if time.monotonic() < self.deadline:
