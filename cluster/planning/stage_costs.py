@@ -15,7 +15,7 @@ _UNLIMITED = 2**62
 GPU_PADDING_SHARE = 32
 """A GPU's weights are padded to 128 input channels, and lie in allocations of whole pages: one part in so many more."""
 
-GPU_PADDING_BYTES = 16 * 2**20
+GPU_PADDING_BYTES = 32 * 2**20
 """And so much, however small they are."""
 
 

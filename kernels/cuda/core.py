@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ class CudaCore(Backend):
         self._processors = int(self._device.attributes["MultiProcessorCount"])
         self._modules = Modules(self.arch, cubin_cache)
         self._launcher = Launcher(self.arch)
-        self._packer = Packer(self._launch)
         self._uploads, self._downloads = Uploads(self._stream), Downloads(self._stream)
+        self._packer = Packer(self._launch, self.upload)
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._capturing = False
@@ -83,7 +83,9 @@ class CudaCore(Backend):
         return new_activations(rows, channels)
 
     def upload(self, host: NDArray[Any]) -> Array:
-        return cupy.asarray(host)
+        array = cupy.empty(host.shape, host.dtype)
+        self._uploads.send(array.data.ptr, host)
+        return array
 
     def write(self, target: Array, host: NDArray[Any]) -> None:
         assert not self._capturing, "write inside replay: what changes from step to step is written outside"
@@ -114,9 +116,7 @@ class CudaCore(Backend):
         return cache
 
     def reserve(self, step: StepShape) -> None:
-        # What CuPy staged weights in is as much host memory as they take, and pinned.
         self._stream.synchronize()
-        cupy.get_default_pinned_memory_pool().free_all_blocks()
         self._memory.trim()
         workspace = step_workspace(step, self._shapes, self.arch, self._processors)
         for name, (size, dtype) in workspace.flat.items():
@@ -137,8 +137,9 @@ class CudaCore(Backend):
         if self._closed:
             return
         self._closed = True
-        with self._device:
-            self._modules.close()
+        self._modules.close()
+        # A device that has failed refuses even this, and whoever used it last was told.
+        with suppress(cupy.cuda.runtime.CUDARuntimeError), self._device:
             self._stream.synchronize()
             self._graphs.clear()
             self._buffers.clear()

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.tables import BLOCK_K, PADDED_CHANNELS
 from shardline.kernels.errors import UnsupportedOperationError
 from shardline.kernels.matrix import GroupedMatrix
@@ -139,8 +138,8 @@ def order_of(matrix: GroupedMatrix) -> NDArray[np.int32] | None:
 class Packer:
     """Brings matrices to the device and packs them there, one at a time."""
 
-    def __init__(self, launch: Callable[..., None]) -> None:
-        self._launch = launch
+    def __init__(self, launch: Callable[..., None], upload: Callable[[NDArray[Any]], Any]) -> None:
+        self._launch, self._upload = launch, upload
 
     def pack(
         self,
@@ -189,7 +188,7 @@ class Packer:
         numbers: tuple[int, ...],
     ) -> None:
         # The stream keeps the order in which what a copy leaves behind is used again.
-        copies = [None if array is None else cupy.asarray(np.ascontiguousarray(array)) for array in arrays]
+        copies = [None if array is None else self._upload(array) for array in arrays]
         addresses = [np.uint64(0 if copy is None else copy.data.ptr) for copy in copies]
         self._launch(
             ("pack", kernel),

@@ -13,6 +13,10 @@ from shardline.kernels.cuda.cupy_import import cupy
 LEAST_BYTES = 1 << 16
 """Of one buffer: several steps' indices."""
 
+PIECE_BYTES = 8 << 20
+"""A larger array goes up in pieces, one being filled while the one before is under way: so weights need no more pinned
+memory than hidden states."""
+
 _ALIGNMENT = 256
 _PORTABLE = 1  # cudaHostAllocPortable: pinned for every device of the process
 
@@ -48,6 +52,14 @@ class Uploads:
 
     def send(self, target: int, source: NDArray[Any]) -> None:
         """Enqueue a copy to that device address. `source` need not be contiguous."""
+        if source.nbytes <= PIECE_BYTES:
+            self._send_piece(target, source)
+            return
+        flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+        for start in range(0, flat.size, PIECE_BYTES):
+            self._send_piece(target + start, flat[start : start + PIECE_BYTES])
+
+    def _send_piece(self, target: int, source: NDArray[Any]) -> None:
         size = source.nbytes
         if not size:
             return

@@ -54,10 +54,6 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
-class OutOfMemoryError(MemoryError):
-    pass
-
-
 DEVICES = 2
 TOTAL_BYTES = 80 << 30
 CURRENT = threading.local()
@@ -106,45 +102,44 @@ runtime = Runtime()
 STREAMS = {}
 
 
-class Allocated:
-    """Device memory that `free` gives back."""
-
-    def __init__(self, ptr, free):
-        self.ptr, self.free = ptr, free
-
-    def __del__(self):
-        self.free(self.ptr)
+class UnownedMemory:
+    def __init__(self, ptr, size, owner, device_id):
+        self.ptr, self.owner = ptr, owner
 
 
 class MemoryPointer(_Ptr):
-    def __init__(self, mem):
-        super().__init__(mem.ptr)
+    def __init__(self, mem, offset):
+        super().__init__(mem.ptr + offset)
         self.mem = mem
 
 
-class PythonFunctionAllocator:
-    def __init__(self, malloc, free):
-        self._malloc, self._free = malloc, free
+class GuardedArena:
+    """In the place of the backend's: nothing is kept, so that every array has its own guard page."""
 
-    def malloc(self, size):
-        device = runtime.getDevice()
-        return MemoryPointer(Allocated(self._malloc(size, device), lambda ptr: self._free(ptr, device)))
+    def __init__(self, take, give):
+        self._take, self._give = take, give
+        self._held = {}
 
+    @property
+    def held_bytes(self):
+        return sum(self._held.values())
 
-class MemoryPool:
-    """Keeps nothing, so that every array has its own guard page."""
+    def allocate(self, size):
+        start = self._take(size)
+        if start is not None:
+            self._held[start] = size
+        return start
 
-    def __init__(self, allocator):
-        self._allocator = allocator
+    def release(self, start):
+        del self._held[start]
+        self._give(start)
 
-    def malloc(self, size):
-        try:
-            return self._allocator(size)
-        except CUDARuntimeError:
-            raise OutOfMemoryError from None
-
-    def free_all_blocks(self):
+    def trim(self):
         pass
+
+    def close(self):
+        for start in list(self._held):
+            self.release(start)
 
 
 class PinnedMemory:
@@ -326,9 +321,8 @@ cuda.Device = Device
 cuda.Stream = Stream
 cuda.Event = Event
 cuda.runtime = runtime
-cuda.memory = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
-cuda.MemoryPool = MemoryPool
-cuda.PythonFunctionAllocator = PythonFunctionAllocator
+cuda.MemoryPointer = MemoryPointer
+cuda.UnownedMemory = UnownedMemory
 cuda.PinnedMemory = PinnedMemory
 cuda.using_allocator = using_allocator
 cuda.get_current_stream = lambda: None
@@ -455,7 +449,7 @@ LOG = []
 def install():
     """Puts the emulator below shardline's backend."""
     from shardline.kernels.cuda import compile as comp
-    from shardline.kernels.cuda import modules
+    from shardline.kernels.cuda import memory, modules
 
     def source(file, defines):
         t = comp.source_text(file, defines)
@@ -529,5 +523,7 @@ def install():
                 stream.land(to_host=False)
                 run()
 
+    if not os.environ.get("EMU_POOL"):
+        memory.Arena = GuardedArena
     modules.Modules = Modules
     modules.Launcher = Launcher

@@ -92,6 +92,20 @@ def test_any_arrangement_and_type_goes_up(backend: Any) -> None:
     assert backend.read(flat[:0]).shape == (0,)
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1, 4096])
+def test_a_large_array_goes_up_in_pieces(backend: Any, counted: dict[str, int], more: int) -> None:
+    from shardline.kernels.cuda.transfers import PIECE_BYTES
+
+    host = numbers(3, 5 * PIECE_BYTES // 4 + more)
+    device = backend.upload(host)
+    host_was, host[:] = host.copy(), 0
+    assert np.array_equal(backend.read(device), host_was)
+    # Two halves of a piece, and what came back.
+    assert counted["pinned"] <= 3
+    columns = numbers(4, 2 * PIECE_BYTES // 4).reshape(2, -1).T
+    assert np.array_equal(backend.read(backend.upload(columns)), columns)
+
+
 def test_what_was_read_stays_while_later_steps_run(backend: Any) -> None:
     device = backend.empty((5000,), "int32")
     kept = []
