@@ -90,7 +90,9 @@ class Runtime:
         return region.start
 
     def free(self, pointer):
-        # What still points there now faults.
+        # The driver waits for what is under way. What still points there from here on faults.
+        for stream in STREAMS.values():
+            stream.land(to_host=True)
         del self.held[pointer]
 
     def memcpyAsync(self, to, source, size, kind, stream):  # noqa: N802
