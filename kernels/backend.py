@@ -137,7 +137,8 @@ class StepShape:
 
 
 class Backend(ABC):
-    """One device's arithmetic. An instance belongs to one stage and is used by one thread at a time."""
+    """One device's arithmetic. An instance belongs to one stage and is used by one thread at a time, whichever it is: a
+    backend whose device is a matter of the thread makes it the caller's itself."""
 
     name: ClassVar[str]
 

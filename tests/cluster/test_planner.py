@@ -13,8 +13,14 @@ from shardline.cluster.errors import PlanningError
 from shardline.cluster.planning.partition import Partition, Share, slack
 from shardline.cluster.planning.placement import Device, ModelBytes, PipelinePlan, Wanted
 from shardline.cluster.planning.planner import plan_pipeline
-from shardline.cluster.planning.stage_costs import StageCosts, workspace_bytes
+from shardline.cluster.planning.stage_costs import (
+    GPU_PADDING_BYTES,
+    GPU_PADDING_SHARE,
+    StageCosts,
+    workspace_bytes,
+)
 from shardline.stage import LayerSpec, ModelSpec, RopeSpec
+from shardline.stage.workspace import gpu_workspace_bytes
 
 MIB = 2**20
 
@@ -423,3 +429,28 @@ def test_a_large_model_is_planned_in_time() -> None:
         make_model(126), ModelBytes((1200 * MIB,) * 126, 2000 * MIB, 2000 * MIB, tied=False), devices, Wanted(**SMALL)
     )
     assert len(plan.stages) == 8
+
+
+@pytest.mark.parametrize(("first_card", "step_tokens"), [((86, 28), 64), ((86, 28), 2048), ((90, 132), 2048)])
+def test_a_gpus_workspace_is_what_its_kernels_keep(first_card: tuple[int, int], step_tokens: int) -> None:
+    """Each stage on a GPU counts its own card's; a CPU in the same pipeline counts a CPU's."""
+    model = make_model(6)
+    size = ModelBytes((10 << 20,) * 6, 20 << 20, 20 << 20, tied=False)
+    arch, processors = first_card
+    devices = [
+        Device("gpu", "a", 400 << 20, 1e9, arch=arch, processors=processors),
+        Device("cpu", "b", 400 << 20, 1e9),
+    ]
+    wanted = Wanted(context=512, concurrency=2, max_step_tokens=step_tokens, max_sequences=8, split=(3, 3))
+    on_gpu, on_cpu = plan_pipeline(model, size, devices, wanted).stages
+    foreseen = gpu_workspace_bytes(
+        model, on_gpu.spec, size.traits, max_blocks=512 // 16, arch=arch, processors=processors
+    )
+    padding = on_gpu.weight_bytes // GPU_PADDING_SHARE + GPU_PADDING_BYTES
+    tables = StageCosts(model, size, devices, wanted, 1).table_bytes(0, 3, on_gpu.spec.num_blocks)
+    assert on_gpu.workspace_bytes == foreseen + padding + tables
+    assert on_cpu.workspace_bytes == workspace_bytes(model, step_tokens, 8, head=True) + tables
+    # What does not fit says how much is missing, workspace and all.
+    small = [replace(devices[0], free_bytes=on_gpu.weight_bytes + on_gpu.workspace_bytes - tables - 1), devices[1]]
+    with pytest.raises(PlanningError, match=r"gpu lacks 0\.0 MiB"):
+        plan_pipeline(model, size, small, wanted)

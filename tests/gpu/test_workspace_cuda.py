@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardline.cluster.errors import StageLostError
+from shardline.cluster.local_pipeline import LocalPipeline
 from shardline.cluster.planning.placement import Device, Wanted
 from shardline.cluster.planning.planner import plan_pipeline
 from shardline.kernels import DeviceMemoryError, Expert, RouterRule, StepShape
@@ -224,3 +227,37 @@ def test_a_plan_that_fills_a_limit_loads_within_it(smollm2: Path, backends: Any,
         Stage(stage.spec, checkpoint, tight)
     tight.close()
     checkpoint.close()
+
+
+def test_a_stage_that_failed_is_replaced_in_the_same_process(model_of: Any, backends: Any) -> None:
+    """Its memory is free before the new one loads, although the error's traceback still holds its arrays."""
+    checkpoint = open_checkpoint(model_of("mixtral"))
+    made: list[Any] = []
+
+    def factory(spec: StageSpec) -> Any:
+        assert not any(backend._memory.held_bytes for backend in made), "the lost stage still holds memory"
+        made.append(backends())
+        return made[-1]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the device has gone")
+
+    async def scenario() -> None:
+        share = share_of(checkpoint.spec.num_layers, 0, checkpoint.spec.num_layers)
+        pipeline = LocalPipeline([share], checkpoint, factory, owns_checkpoint=True)
+        await pipeline.start()
+        held = made[0]._memory.held_bytes
+        made[0].sample = fails
+        first = next(plans(100))
+        await pipeline.submit(first)
+        with pytest.raises(StageLostError, match="the device has gone") as caught:
+            await pipeline.result()
+        await pipeline.recover()
+        assert made[1]._memory.held_bytes == held
+        await pipeline.submit(first)
+        assert (await pipeline.result()).step_id == first.step_id
+        await pipeline.close()
+        assert not made[1]._memory.held_bytes
+        assert caught.value.__cause__ is not None
+
+    asyncio.run(scenario())
