@@ -40,18 +40,19 @@ async def hold_gpus(wanted: Collection[GpuKey], finder: GpuFinder, timeout: floa
     try:
         while missing := [key for key in wanted if key not in held]:
             pending = [StageBundles([StagePlacement(node_id, {"GPU": 1.0})]) for node_id, _ in missing]
-            for (node_id, _), group in zip(missing, list(pending), strict=True):
-                try:
+            try:
+                for group in pending:
                     await group.wait(timeout)
-                except PlanningError as error:
-                    pending.remove(group)
-                    raise PlanningError(_unavailable(missing, len(others))) from error
-                key = node_id, await _which(group, finder)
-                pending.remove(group)
+            except PlanningError as error:
+                raise PlanningError(_unavailable(missing, len(others))) from error
+            cards = await asyncio.gather(*(_which(group, finder) for group in pending))
+            for (node_id, _), bus_id, group in zip(missing, cards, pending, strict=True):
+                key = node_id, bus_id
                 if key in wanted and key not in held:
                     held[key] = group
                 else:
                     others.append(group)
+            pending = []
     except BaseException:
         for group in (*held.values(), *pending):
             group.remove()
