@@ -73,9 +73,6 @@ def run_all(given: argparse.Namespace, report: dict[str, Any]) -> int:
 
     with_engine = bool(set(given.parts) - {"subset", "hops"})
     report["layouts"] = {}
-    if "hops" in given.parts:
-        report |= apart(hops, session_of(given.layouts[0])).result
-        write(given.results, report)
     for layout in given.layouts:
         result = report["layouts"][layout.name] = {}
         if with_engine:
@@ -91,6 +88,9 @@ def run_all(given: argparse.Namespace, report: dict[str, Any]) -> int:
             result |= apart(subset, session_of(layout)).result
         write(given.results, report)
         session_of(layout).partial.unlink(missing_ok=True)
+    last = session_of(given.layouts[0])
+    if "hops" in given.parts and not last.late("hops"):
+        report |= apart(hops, last).result
     report["seconds"] = time.perf_counter() - began
     report["code"] = code_of(report, with_engine)
     write(given.results, report)

@@ -103,7 +103,7 @@ def _fits(session: Session, run: Running, batch: int) -> bool:
     there are steps with prompts."""
     given = session.given
     ahead = run.prepared.plan.depth + 2 + batch * given.prompt // given.step_tokens
-    needed = batch * math.ceil((given.prompt + given.warm + given.steps + 2 * ahead) / BLOCK)
+    needed = batch * math.ceil((given.prompt + given.warm + given.steps + ahead) / BLOCK)
     if needed <= run.prepared.plan.num_blocks:
         return True
     skipped = session.result.setdefault("does_not_fit", {})
@@ -155,6 +155,8 @@ async def _decode(session: Session, run: Running) -> None:
         say(
             f"  decode {row['flight']:8s}{row['batch']:4d}: {numbers(row['tokens_per_second'])} tok/s, busy {busy}, "
             f"{row['rows_a_step']:.1f} rows a step, engine {row['engine_core_share']['median']:.0%} of a core"
+            + f"; {row['preemptions']} PREEMPTIONS"
+            * bool(row["preemptions"])
         )
 
 
