@@ -94,8 +94,11 @@ DEVICE void load_matrix_4_transposed(u32* r, u32 address) {
     "{\n.reg .pred p;\nsetp.ne.b32 p, %" #add ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32.f16.f16 {" registers "}, "   \
     "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", p, 1, 1, 0;\n}\n"
 
+constexpr u32 B_STRIDE = 1024;
+
 template <int NI>
-DEVICE void warpgroup_mma(float (*c)[4], const u32* a, u64 b, int add) {
+DEVICE void warpgroup_mma(float (*c)[4], const u32* a, u32 b_low, int add) {
+    const u64 b = (u64)(B_STRIDE >> 4) << 32 | b_low;
     static_assert(NI == 2 || NI == 4 || NI == 8, "16, 32 or 64 tokens");
     if constexpr (NI == 2)
         asm volatile(WARPGROUP_MMA("m64n16k16", "%0,%1,%2,%3,%4,%5,%6,%7", 8, 9, 10, 11, 12, 13)
@@ -113,10 +116,9 @@ DEVICE void warpgroup_mma(float (*c)[4], const u32* a, u64 b, int add) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-// Tiles of 8 tokens by 8 channels (128 bytes), neighbours in K side by side, neighbours in tokens `stride` bytes apart.
-DEVICE u64 b_tiles(u32 address, u32 stride) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)(128 >> 4) << 16 | (u64)(stride >> 4) << 32;
-}
+// Tiles of 8 tokens by 8 channels (128 bytes), neighbours in K side by side, neighbours in tokens B_STRIDE bytes apart: the lower word
+// of their description. Adding 16 bytes' worth to it moves along K in one instruction.
+DEVICE u32 b_tiles(u32 address) { return (address & 0x3ffff) >> 4 | (128 >> 4) << 16; }
 
 DEVICE void warpgroup_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -132,6 +134,27 @@ DEVICE void hold(float (*c)[4]) {
 
 // What this thread wrote to shared memory is seen by the tensor cores that read it themselves.
 DEVICE void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
+
+// -- clusters ----------------------------------------------------------------------------------------------------------
+
+#if __CUDA_ARCH__ >= 900
+// What the blocks of a cluster wrote before they arrived is seen after the wait. Every thread calls both, in turn.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The address of the same place in the shared memory of the cluster's block of that rank.
+DEVICE u32 of_block(u32 address, u32 rank) {
+    u32 r;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
+    return r;
+}
+
+DEVICE float load_of_block(u32 address) {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    return v;
+}
 #endif
 
 // -- memory ------------------------------------------------------------------------------------------------------------

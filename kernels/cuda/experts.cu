@@ -64,10 +64,10 @@ DEVICE int take_tile(const int4* tiles, const int* order, const int* expert_ids,
         few_tokens<NI, MI, S, WN, PF, IS_GATED>(matrix, x, x_sums, output, channel_tiles, KB); \
     }
 
-#define MANY(name, WC, WT, NI, STAGES, OCC)                                                                                \
+#define MANY(name, WC, WT, NI, OCC)                                                                                \
     extern "C" __global__ void __launch_bounds__(32 * WC * WT, OCC) name(ARGUMENTS) {                                      \
         TAKE(WT * NI * 8)                                                                                                  \
-        many_tokens<WC, WT, NI, STAGES, false, IS_GATED>(matrix, x, x_sums, output, channel_tiles, KB, slices, nullptr, nullptr); \
+        many_tokens<WC, WT, NI, false, IS_GATED>(matrix, x, x_sums, output, channel_tiles, KB, slices, nullptr, nullptr); \
     }
 
 // Names as in linear.cu; `tables.py` picks one.
@@ -78,9 +78,9 @@ FEW(few_8x32_s8, 1, 2, 8, 1, DEEP / 2, 2)
 FEW(few_16x64_s1, 2, 2, 1, 2, DEEP / 2, 2)
 FEW(few_16x64_s4, 2, 2, 4, 2, DEEP / 2, 1)
 FEW(few_16x32_s8, 2, 2, 8, 1, DEEP / 2, 1)
-MANY(whole_16x128, 4, 1, 2, 4, 3)
-MANY(whole_32x128, 4, 1, 4, 4, 2)
-MANY(whole_64x128_wide, 4, 2, 4, 4, 1)
+MANY(whole_16x128, 4, 1, 2, 3)
+MANY(whole_32x128, 4, 1, 4, 2)
+MANY(whole_64x128_wide, 4, 2, 4, 1)
 #if WARPGROUPS && GROUP > 16  // elsewhere registers are too short for 64 tokens a warp and pairs that lie anywhere
-MANY(whole_64x128, 4, 1, 8, 4, 2)
+MANY(whole_64x128, 4, 1, 8, 2)
 #endif

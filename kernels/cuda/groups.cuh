@@ -152,7 +152,7 @@ DEVICE void multiply(float (&P)[MI][NI][4], float (&T)[MI][NI][4], GroupSum (&X)
 template <int MI, int NI, typename Meanwhile>
 DEVICE void multiply_block(float (&P)[MI][NI][4], float (&T)[MI][NI][4], GroupSum (&X)[NI], const u32 (&a)[4][MI][4],
                            const Scales<MI>& scales, u32 x, const float* sums, int part, Meanwhile meanwhile) {
-    const u64 tiles = b_tiles(x, 1024);
+    const u32 tiles = b_tiles(x);
     UNROLL for (int g = 0; g < GROUPS_A_BLOCK; g++) {
         const bool starts = part % BLOCKS_A_GROUP == 0, ends = part % BLOCKS_A_GROUP == BLOCKS_A_GROUP - 1;
         UNROLL for (int i = 0; i < MI; i++) hold<NI>(P[i]);

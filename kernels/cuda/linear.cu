@@ -42,9 +42,9 @@
         few_tokens<NI, MI, S, WN, PF, GATED>({w, scale, minimum}, x, x_sums, OUTPUT, tiles, KB);   \
     }
 
-#define MANY(name, WC, WT, NI, STAGES, SPLIT, GATED, OCC)                                                                  \
+#define MANY(name, WC, WT, NI, SPLIT, GATED, OCC)                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * WC * WT, OCC) name(ARGUMENTS) {                                      \
-        many_tokens<WC, WT, NI, STAGES, SPLIT, GATED>({w, scale, minimum}, x, x_sums, OUTPUT, tiles, KB, slices, partial, arrived); \
+        many_tokens<WC, WT, NI, SPLIT, GATED>({w, scale, minimum}, x, x_sums, OUTPUT, tiles, KB, slices, partial, arrived); \
     }
 
 // Names say tokens x channels; few_* also the slices that they are for. `tables.py` picks one.
@@ -67,9 +67,15 @@ FEW(few_8x32_s4, 1, 1, 4, 2, DEEP, false, 2)
 FEW(few_8x16_s8, 1, 1, 8, 1, DEEP, false, 2)
 #endif
 
+// Three blocks of the middle tile a multiprocessor where the compiler finds the registers without spilling.
+#if WARPGROUPS && GROUP == 128 && BITS == 4 && !HAS_MIN
+#define MIDDLE 3
+#else
+#define MIDDLE 2
+#endif
 #define MANY_OF(kind, SPLIT, GATED)                 \
-    MANY(kind##_16x128, 4, 1, 2, 4, SPLIT, GATED, 3) \
-    MANY(kind##_32x128, 4, 1, 4, 4, SPLIT, GATED, 2)
+    MANY(kind##_16x128, 4, 1, 2, SPLIT, GATED, 3) \
+    MANY(kind##_32x128, 4, 1, 4, SPLIT, GATED, MIDDLE)
 #if !GATED_ALONE
 MANY_OF(split, true, false)
 MANY_OF(whole, false, false)
@@ -80,17 +86,17 @@ MANY_OF(gated_whole, false, true)
 // without minimums on all but Hopper.
 #if GROUP > 16 && !(BITS == 8 && GROUP == 32 && __CUDA_ARCH__ >= 1000) && !(BITS == 4 && GROUP == 32 && !HAS_MIN && __CUDA_ARCH__ != 900)
 #if !GATED_ALONE
-MANY(split_64x128, 4, 1, 8, 4, true, false, 2)
-MANY(whole_64x128, 4, 1, 8, 4, false, false, 2)
+MANY(split_64x128, 4, 1, 8, true, false, 2)
+MANY(whole_64x128, 4, 1, 8, false, false, 2)
 #endif
-MANY(gated_split_64x128, 4, 1, 8, 4, true, true, 2)
-MANY(gated_whole_64x128, 4, 1, 8, 4, false, true, 2)
+MANY(gated_split_64x128, 4, 1, 8, true, true, 2)
+MANY(gated_whole_64x128, 4, 1, 8, false, true, 2)
 #if WARPGROUPS && BITS == 4  // takes more shared memory than other cards have
 #if !GATED_ALONE
-MANY(split_64x256, 8, 1, 8, 5, true, false, 1)
-MANY(whole_64x256, 8, 1, 8, 5, false, false, 1)
+MANY(split_64x256, 8, 1, 8, true, false, 1)
+MANY(whole_64x256, 8, 1, 8, false, false, 1)
 #endif
-MANY(gated_split_64x256, 8, 1, 8, 5, true, true, 1)
-MANY(gated_whole_64x256, 8, 1, 8, 5, false, true, 1)
+MANY(gated_split_64x256, 8, 1, 8, true, true, 1)
+MANY(gated_whole_64x256, 8, 1, 8, false, true, 1)
 #endif
 #endif

@@ -10,24 +10,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import cupy
 import numpy as np
 from cupy_backends.cuda.api import driver
-from shardline.kernels.cuda import tables
 
+from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.compile import Compiled, compile_kernels
+from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.errors import LaunchError
 
 _PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _Source = tuple[str, tuple[tuple[str, int], ...]]
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
 
 
 class _Config(ctypes.Structure):
@@ -58,17 +59,30 @@ class Launcher:
         self._buffer = ctypes.create_string_buffer(8 * self._MOST_ARGUMENTS)
         start = ctypes.addressof(self._buffer)
         places = (ctypes.c_void_p * self._MOST_ARGUMENTS)(*(start + 8 * i for i in range(self._MOST_ARGUMENTS)))
-        attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
-        self._config = _Config(attributes=ctypes.pointer(attribute), num_attributes=int(arch >= 90))
-        self._kept = (places, attribute)
+        self._attributes = (_Attribute * 2)()
+        self._attributes[0].id = _PROGRAMMATIC_SERIALIZATION
+        self._attributes[0].value[0] = 1
+        self._attributes[1].id = _CLUSTER_DIMENSION
+        self._attributes[1].value[:3] = (1, 1, 1)
+        self._usual_attributes = int(arch >= 90)
+        self._config = _Config(attributes=self._attributes)
+        self._kept = places
         self._places, self._config_at = ctypes.addressof(places), ctypes.addressof(self._config)
         self._formats: dict[tuple[type, ...], struct.Struct] = {}
 
     def __call__(
-        self, function: Any, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared: int, stream: Any
+        self,
+        function: Any,
+        grid: tuple[int, ...],
+        threads: int,
+        arguments: tuple[Any, ...],
+        shared: int,
+        stream: Any,
+        cluster: int = 1,
     ) -> None:
         """Enqueue. Arguments are device arrays, int32, float32 and uint64 (an address).
 
+        cluster: Blocks along z that run at once and see each other's shared memory; more than 1 from sm_90 on.
         Raises LaunchError with the driver's code.
         """
         kinds = tuple(map(type, arguments))
@@ -81,6 +95,10 @@ class Launcher:
         config.grid[:] = (*grid, 1, 1)[:3]
         config.block[:] = (threads, 1, 1)
         config.shared_bytes, config.stream = shared, stream.ptr
+        config.num_attributes = self._usual_attributes
+        if cluster > 1:
+            self._attributes[1].value[2] = cluster
+            config.num_attributes = 2
         code = self._launch(self._config_at, function.ptr, self._places, None)
         if code:
             raise LaunchError(
@@ -121,6 +139,8 @@ class Modules:
                 self._modules[source] = module
                 del self._compiled[source]
             function = self._functions[source, kernel] = module.get_function(kernel)
+            if tables.SHARED_CARVEOUT is not None:
+                driver.funcSetAttribute(function.ptr, _PREFERRED_CARVEOUT, tables.SHARED_CARVEOUT)
         if shared_bytes > self._shared.get((source, kernel), 0):
             driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
             self._shared[source, kernel] = shared_bytes
@@ -137,5 +157,3 @@ class Modules:
             compiled = self._compilers.submit(compile_kernels, file, dict(defines), self.arch, self._cache)
             self._compiled[source] = compiled
         return compiled
-            if tables.SHARED_CARVEOUT is not None:
-                driver.funcSetAttribute(function.ptr, _PREFERRED_CARVEOUT, tables.SHARED_CARVEOUT)

@@ -348,9 +348,15 @@ class ProductOps(StagedProducts):
             np.uint64(0) if largest is None else largest,
         )
         name = ("gated_" if gated else "") + launch.variant.name
-        shared = launch.variant.shared_bytes(part.bits)
         self._launch(
-            ("linear", name), launch.grid, launch.variant.threads, arguments, shared=shared, **part.defines, **defines
+            ("linear", name),
+            launch.grid,
+            launch.variant.threads,
+            arguments,
+            shared=launch.shared_bytes(part.bits, self.arch),
+            cluster=launch.cluster,
+            **part.defines,
+            **defines,
         )
 
 

@@ -28,6 +28,9 @@ SHARED_LIMIT = 99 * 1024
 HOPPER_SHARED_LIMIT = 227 * 1024
 
 
+HOPPER_STAGES = 6
+
+
 @dataclass(frozen=True, slots=True)
 class LinearVariant:
     """One compiled tile of linear.cu.
@@ -36,7 +39,7 @@ class LinearVariant:
         name: The kernel, without the prefix of gated ones.
         tokens, channels: Its tile.
         threads: Of a block.
-        stages: Blocks of K in shared memory at once; 0 when it uses none.
+        stages: Blocks of K in shared memory at once; 0 when it uses none. HOPPER_STAGES on an H200, for 4 bits.
         keeps_sums: The sum over slices waits in shared memory.
         gated: It exists for gated matrices too.
     """
@@ -49,10 +52,11 @@ class LinearVariant:
     keeps_sums: bool = False
     gated: bool = True
 
-    def shared_bytes(self, bits: int) -> int:
+    def shared_bytes(self, bits: int, arch: int) -> int:
         """Dynamic shared memory of a block."""
         sums = 4 * self.tokens * self.channels if self.keeps_sums else 0
-        return self.stages * (self.tokens * (BLOCK_K * 2 + 8) + self.channels * BLOCK_K * bits // 8) + sums
+        stages = HOPPER_STAGES if self.stages and arch == 90 and bits == 4 else self.stages
+        return stages * (self.tokens * (BLOCK_K * 2 + 8) + self.channels * BLOCK_K * bits // 8) + sums
 
 
 FEW = {
@@ -73,13 +77,13 @@ SPLIT = (
     LinearVariant("split_16x128", 16, 128, 128, 4),
     LinearVariant("split_32x128", 32, 128, 128, 4),
     LinearVariant("split_64x128", 64, 128, 128, 4),
-    LinearVariant("split_64x256", 64, 256, 256, 5),
+    LinearVariant("split_64x256", 64, 256, 256, 4),
 )
 WHOLE = (
     LinearVariant("whole_16x128", 16, 128, 128, 4, True),
     LinearVariant("whole_32x128", 32, 128, 128, 4, True),
     LinearVariant("whole_64x128", 64, 128, 128, 4, True),
-    LinearVariant("whole_64x256", 64, 256, 256, 5, True),
+    LinearVariant("whole_64x256", 64, 256, 256, 4, True),
 )
 """For more tokens: slices over blocks, or all slices in one block. `num_tiles` says how many of them there are."""
 
@@ -102,18 +106,45 @@ class TileCost:
     """What a tile of SPLIT and WHOLE takes on an H200, in microseconds: enough to compare them.
 
     Attributes:
-        wave: 64 blocks of K in as many tiles as run at once.
-        split: To add up slices of several blocks.
+        alone: 64 blocks of K, by the only tile of its multiprocessor.
+        shared: The same with others beside it, divided by their number.
+        fixed: To begin, and to store.
+        split: To add up the slices of a cluster's blocks.
         at_once: Tiles that a multiprocessor runs at once.
     """
 
-    wave: float
+    alone: float
+    shared: float
+    fixed: float
     split: float
     at_once: int
 
+    def microseconds(self, tiles: int, blocks: float, processors: int, *, clusters: bool, partials: bool) -> float:
+        """Of that many tiles of so many blocks of K each; partials: sums of slices go through global memory."""
+        fixed = self.fixed + (self.split if clusters else 0) + (SPLIT_PARTIALS if partials else 0)
+        slots = self.at_once * processors * (CLUSTER_SLOTS if clusters else 1)
+        if tiles <= slots:
+            return blocks / 64 * max(self.alone, -(-tiles // processors) * self.shared) + fixed
+        waves = tiles / slots
+        waves = LAST_WAVE * math.ceil(waves) + (1 - LAST_WAVE) * waves
+        return waves * (blocks / 64 * max(self.alone, self.at_once * self.shared) + fixed)
 
-TILE_COSTS = (TileCost(43, 20, 3), TileCost(46, 12, 3), TileCost(54, 18, 2), TileCost(58, 10, 1))
-LAST_WAVE = 0.3
+
+TILE_COSTS = (
+    TileCost(3.6, 8.5, 13.7, 1.3, 3),
+    TileCost(23.2, 13.4, 3.9, 1.7, 3),
+    TileCost(34.2, 24.0, 3.4, 1.1, 2),
+    TileCost(48.0, 34.5, 3.6, 3.1, 1),
+)
+"""Fitted to times of all tiles and splits of seven shapes, ten numbers of tokens each: 1 % off the best on average."""
+
+SPLIT_PARTIALS = 12
+CLUSTER_SLOTS = 0.967
+"""Not every place for a block has the others of its cluster near it."""
+CLUSTERS_FROM = 90
+"""The oldest arch whose blocks can read each other's shared memory (tiles.cuh)."""
+
+LAST_WAVE = 0.63
 """How much of a last wave that is not full counts as if it were."""
 
 FEW_TOKENS = 16
@@ -146,10 +177,29 @@ class LinearLaunch:
     variant: LinearVariant
     grid: tuple[int, int, int]
 
+    cluster: int = 1
+    """Blocks along z that add up their slices through shared memory."""
+
     @property
     def partial_floats(self) -> int:
-        """Floats that each slice's sums take while they wait for the last block."""
-        return self.grid[0] * self.grid[1] * self.variant.tokens * self.variant.channels if self.grid[2] > 1 else 0
+        """Floats that each slice's sums take in global memory while they wait for the last block."""
+        if self.grid[2] == 1 or self.cluster > 1:
+            return 0
+        return self.grid[0] * self.grid[1] * self.variant.tokens * self.variant.channels
+
+    def shared_bytes(self, bits: int, arch: int) -> int:
+        """Dynamic shared memory of a block. Of a cluster's, the last slice's sums lie where the stages were."""
+        tile = 4 * self.variant.tokens * self.variant.channels if self.cluster > 1 else 0
+        return self.variant.shared_bytes(bits, arch) + tile
+
+
+def blocks_of_a_tile(tokens: int, num_slices: int, arch: int) -> list[int]:
+    """Over how many blocks the slices of a tile may be split, 1 first."""
+    whole = [z for z in (1, 2, 4, 8) if num_slices % z == 0]
+    if arch < CLUSTERS_FROM:
+        return whole
+    # A block of a cluster keeps the sums of two slices at most, and adds up two tokens of its own at least.
+    return [z for z in whole if z == 1 or (num_slices <= 2 * z and tokens >= 4 * z)]
 
 
 def linear_launch(
@@ -183,16 +233,61 @@ def linear_launch(
         if any(tokens <= other.tokens < whole.tokens for other in WHOLE):
             continue
         x, y = -(-channels // whole.channels), -(-tokens // whole.tokens)
-        for z in (1, 2, 4, 8):
-            if num_slices % z:
-                continue
-            waves = x * y * z / (cost.at_once * processors)
-            waves = max(1.0, LAST_WAVE * math.ceil(waves) + (1 - LAST_WAVE) * waves)
-            time = waves * (cost.wave * blocks / 64 / z + (cost.split if z > 1 else 0))
+        for z in blocks_of_a_tile(whole.tokens, num_slices, arch):
+            clusters = z > 1 and arch >= CLUSTERS_FROM
+            time = cost.microseconds(
+                x * y * z, blocks / z, processors, clusters=clusters, partials=z > 1 and not clusters
+            )
             if best is None or time < best[0]:
-                best = time, LinearLaunch(SPLIT[place] if z > 1 else whole, (x, y, z))
+                best = (
+                    time,
+                    LinearLaunch(SPLIT[place] if z > 1 else whole, (x, y, z), z if clusters else 1),
+                )
     assert best is not None
     return best[1]
+
+
+Source = Literal["tiles", "gated", "normed"]
+"""What the rows of a product of staged.cu are made of: activations; gated rows; rows before their norm."""
+
+STAGED = {
+    1: (LinearVariant("staged_64_s1", 4, 64, 64),),
+    4: (LinearVariant("staged_32_s4", 4, 32, 256), LinearVariant("staged_64_s4", 4, 64, 256)),
+    8: (LinearVariant("staged_16_s8", 4, 16, 256, gated=False), LinearVariant("staged_32_s8", 4, 32, 256)),
+}
+"""Tiles of staged.cu by slices, from few channels to many."""
+
+STAGED_ROWS: dict[Source, int] = {"tiles": 2, "gated": 2, "normed": 2}
+"""Up to so many rows, at most 4, staged.cu is used; every one of its blocks reads them all. 0: never."""
+
+STAGED_CHANNELS = 65536
+"""And up to so many channels: a head's products have a kernel that is near the roof."""
+
+STAGED_AT_ONCE = 2
+"""Blocks of 256 threads a multiprocessor, at most 2. With 1 the next kernel's fit beside them, to read ahead."""
+
+STAGED_STATIC = 12 * 1024
+"""Static shared memory of its kernels, and what the driver takes of a block's."""
+
+
+def staged_bytes(source: Source, rows: int, blocks: int) -> int:
+    """Dynamic shared memory of staged.cu (staged.cuh says what lies there)."""
+    return rows * blocks * (BLOCK_K * 2 + 8 + (BLOCK_K * 4 if source == "normed" else 0))
+
+
+def staged_launch(
+    source: Source, rows: int, channels: int, blocks: int, arch: int, processors: int, *, gated: bool
+) -> LinearLaunch | None:
+    """The variant of staged.cu for a product, or None: a matter of speed alone. channels as for `linear_launch`."""
+    room = (HOPPER_SHARED_LIMIT if arch == 90 else SHARED_LIMIT) // 2 - STAGED_STATIC
+    if rows > STAGED_ROWS[source] or channels > STAGED_CHANNELS or staged_bytes(source, rows, blocks) > room:
+        return None
+    variants = [variant for variant in STAGED[slices(blocks)] if variant.gated or not gated]
+    fitting = [variant for variant in variants if -(-channels // variant.channels) > processors]
+    variant = fitting[-1] if fitting else variants[0]
+    # As many blocks as run at once: each goes on to the next tile with its rows at hand.
+    at_once = processors * STAGED_AT_ONCE * (1 if variant.threads > 64 else 2)
+    return LinearLaunch(variant, (min(-(-channels // variant.channels), at_once), 1, 1))
 
 
 EXPERT_FEW = {
@@ -222,50 +317,7 @@ def num_expert_tiles(group_size: int, arch: int) -> int:
     return 4 if arch == 90 and group_size > 16 else 3
 
 
-Source = Literal["tiles", "gated", "normed"]
-"""What the rows of a product of staged.cu are made of: activations; gated rows; rows before their norm."""
-
-STAGED = {
-    1: (LinearVariant("staged_64_s1", 4, 64, 64),),
-    4: (LinearVariant("staged_32_s4", 4, 32, 256), LinearVariant("staged_64_s4", 4, 64, 256)),
-    8: (LinearVariant("staged_16_s8", 4, 16, 256, gated=False), LinearVariant("staged_32_s8", 4, 32, 256)),
-}
-"""Tiles of staged.cu by slices, from few channels to many."""
-
-STAGED_ROWS: dict[Source, int] = {"tiles": 2, "gated": 2, "normed": 2}
-"""Up to so many rows, at most 4, staged.cu is used; every one of its blocks reads them all. 0: never."""
-
-STAGED_CHANNELS = 65536
-"""And up to so many channels: a head's products have a kernel that is near the roof."""
-
-STAGED_STATIC = 12 * 1024
-"""Static shared memory of its kernels, and what the driver takes of a block's."""
-
-
-def staged_bytes(source: Source, rows: int, blocks: int) -> int:
-    """Dynamic shared memory of staged.cu (staged.cuh says what lies there)."""
-    return rows * blocks * (BLOCK_K * 2 + 8 + (BLOCK_K * 4 if source == "normed" else 0))
-
-
-def staged_launch(
-    source: Source, rows: int, channels: int, blocks: int, arch: int, processors: int, *, gated: bool
-) -> LinearLaunch | None:
-    """The variant of staged.cu for a product, or None: a matter of speed alone. channels as for `linear_launch`."""
-    room = (HOPPER_SHARED_LIMIT if arch == 90 else SHARED_LIMIT) // 2 - STAGED_STATIC
-    if rows > STAGED_ROWS[source] or channels > STAGED_CHANNELS or staged_bytes(source, rows, blocks) > room:
-        return None
-    variants = [variant for variant in STAGED[slices(blocks)] if variant.gated or not gated]
-    fitting = [variant for variant in variants if -(-channels // variant.channels) > processors]
-    variant = fitting[-1] if fitting else variants[0]
-    # As many blocks as run at once: each goes on to the next tile with its rows at hand.
-    at_once = processors * STAGED_AT_ONCE * (1 if variant.threads > 64 else 2)
-    return LinearLaunch(variant, (min(-(-channels // variant.channels), at_once), 1, 1))
-
-
 @dataclass(frozen=True, slots=True)
-STAGED_AT_ONCE = 2
-"""Blocks of 256 threads a multiprocessor, at most 2. With 1 the next kernel's fit beside them, to read ahead."""
-
 class ExpertPlan:
     """How a step's pairs of a row and one of its experts are cut into tiles; a function of their number alone.
 
@@ -285,7 +337,7 @@ def expert_plan(rows: int, chosen: int, experts: int) -> ExpertPlan:
     pairs = rows * chosen
     if rows == 1 or pairs * MOST_ALONE <= experts:
         return ExpertPlan(8, pairs, sorted=False)
-    tile = next((tile for most, tile in ((5, 8), (12, 16), (24, 32)) if pairs <= most * experts), 64)
+    tile = next((tile for most, tile in ((5, 8), (28, 16), (80, 32)) if pairs <= most * experts), 64)
     return sorted_plan(tile, pairs, experts)
 
 
@@ -294,6 +346,27 @@ def sorted_plan(tile_pairs: int, pairs: int, experts: int) -> ExpertPlan:
     # Every expert that has pairs has one tile that may not be full.
     used = min(pairs, experts)
     return ExpertPlan(tile_pairs, used + (pairs - used) // tile_pairs, sorted=True)
+
+
+CHOICES_ROWS = 4
+"""Up to so many rows, whose pairs are not sorted, choices.cu multiplies by the last matrices and adds up. 0: never."""
+
+MOST_CHOICES = 16
+CHOICES_BLOCKS = 48
+"""Blocks of K that one of its warps walks at most."""
+CHOICES_SHARED = SHARED_LIMIT - 2048
+"""Dynamic shared memory of its blocks at most."""
+
+
+def adds_choices(plan: ExpertPlan, rows: int, chosen: int, blocks: int) -> bool:
+    """Whether choices.cu does the last product of experts and their sum: a matter of speed alone."""
+    fits = chosen <= MOST_CHOICES and blocks <= CHOICES_BLOCKS and choices_bytes(chosen, blocks) <= CHOICES_SHARED
+    return fits and rows <= CHOICES_ROWS and not plan.sorted
+
+
+def choices_bytes(chosen: int, blocks: int) -> int:
+    """Dynamic shared memory of choices.cu."""
+    return chosen * -(-staged_bytes("gated", 1, blocks) // 16) * 16
 
 
 def expert_variant(
@@ -356,27 +429,6 @@ def route_variant(rows: int, experts: int, processors: int) -> RouteVariant:
 def lane_experts(experts: int) -> int:
     """Experts that a lane of route.cu compares: what its kernels are compiled for."""
     return 1 << max(0, (-(-experts // 32) - 1).bit_length())
-
-CHOICES_ROWS = 4
-"""Up to so many rows, whose pairs are not sorted, choices.cu multiplies by the last matrices and adds up. 0: never."""
-
-MOST_CHOICES = 16
-CHOICES_BLOCKS = 48
-"""Blocks of K that one of its warps walks at most."""
-CHOICES_SHARED = SHARED_LIMIT - 2048
-"""Dynamic shared memory of its blocks at most."""
-
-
-def adds_choices(plan: ExpertPlan, rows: int, chosen: int, blocks: int) -> bool:
-    """Whether choices.cu does the last product of experts and their sum: a matter of speed alone."""
-    fits = chosen <= MOST_CHOICES and blocks <= CHOICES_BLOCKS and choices_bytes(chosen, blocks) <= CHOICES_SHARED
-    return fits and rows <= CHOICES_ROWS and not plan.sorted
-
-
-def choices_bytes(chosen: int, blocks: int) -> int:
-    """Dynamic shared memory of choices.cu."""
-    return chosen * -(-staged_bytes("gated", 1, blocks) // 16) * 16
-
 
 
 def row_threads(channels: int) -> int:

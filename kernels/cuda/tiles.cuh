@@ -8,6 +8,13 @@
 #define GATED_BIAS 0
 #endif
 
+// Blocks of K that a tile of many tokens has in shared memory: on an H200 more are worth their room, which other cards do not have.
+#if WARPGROUPS
+constexpr int STAGES = BITS == 4 ? 6 : 4;
+#else
+constexpr int STAGES = 4;
+#endif
+
 struct Output {
     float* out;
     const float* x_scale;
@@ -53,9 +60,8 @@ DEVICE void store(const Output& o, int token, int channel, float f) {
 }
 
 // Channels count the gated pair once. Returns the bits of the magnitude, whose order as integers is that of the magnitudes.
-DEVICE u32 store_gated(const Output& o, int token, int channel, float gate, float up) {
+DEVICE u32 store_gated(const Output& o, int token, int channel, float gate, float up, float s) {
     if (is_past(o, token) || channel >= o.N / 2) return 0;
-    const float s = o.x_scale[source_of(o, token)];
 #if GATED_BIAS
     const size_t own = bias_of(o, o.N / 2, channel);
     const float y = join(__fadd_rn(__fmul_rn(gate, s), o.bias[own]), __fadd_rn(__fmul_rn(up, s), o.up_bias[own]));
@@ -68,6 +74,12 @@ DEVICE u32 store_gated(const Output& o, int token, int channel, float gate, floa
     return __float_as_uint(y) & 0x7fffffffu;
 }
 
+DEVICE float scale_of(const Output& o, int token) { return is_past(o, token) ? 0.f : o.x_scale[source_of(o, token)]; }
+
+DEVICE u32 store_gated(const Output& o, int token, int channel, float gate, float up) {
+    return store_gated(o, token, channel, gate, up, scale_of(o, token));
+}
+
 DEVICE int slice_begin(int slice, int slices, int blocks) {
     const int units = blocks / BLOCKS_A_GROUP;
     return (int)((long long)slice * units / slices) * BLOCKS_A_GROUP;
@@ -75,11 +87,16 @@ DEVICE int slice_begin(int slice, int slices, int blocks) {
 
 // -- few tokens: weights and activations straight from memory to registers, one warp a slice ------------------------------
 //
-// grid (tiles / (MI * WN)); 32 * S * WN threads. PF blocks of weights are in flight a warp, and two of activations, which are near.
+// grid (tiles / (MI * WN)); 32 * S * WN threads. PF blocks of weights are in flight a warp, and MOST_NEAR of activations where
+// there is room, else two.
 // A lane whose token does not exist reads nothing, so activations cost M * 128 bytes a block.
+constexpr int MOST_NEAR = 4;
+
 template <int NI, int MI, int S, int WN, int PF, bool GATED>
 DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_sums, const Output& o, int tiles, int KB) {
-    static_assert(PF % BLOCKS_A_GROUP == 0 && PF % 2 == 0, "a slot of the ring must know its place in a group");
+    // Blocks of activations in flight.
+    constexpr int NEAR = NI == 1 && PF >= MOST_NEAR ? MOST_NEAR : 2;
+    static_assert(PF % BLOCKS_A_GROUP == 0 && PF % NEAR == 0, "a slot of the ring must know its place in a group");
     constexpr int CHANNELS = WN * MI * 16, STEP = VECTORS * 32, GROUP_STEP = 8;
     __shared__ float sums[S][NI * 8][CHANNELS + 1];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slice = warp % S, column = warp / S;
@@ -103,7 +120,7 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
     const float* sp = x_sums + (size_t)begin * 16 + (lane & 3) * 2;
 #endif
 
-    uint4 q[PF][MI][VECTORS], xf[2][2][NI];
+    uint4 q[PF][MI][VECTORS], xf[NEAR][2][NI];
     Scales<MI> scales[PF];
     auto fetch = [&](int p, int ahead) {
         UNROLL for (int i = 0; i < MI; i++) {
@@ -121,20 +138,20 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
     };
     auto fetch_x = [&](int p, int ahead) {
         UNROLL for (int n = 0; n < NI; n++) UNROLL for (int h = 0; h < 2; h++) {
-            xf[p & 1][h][n] = make_uint4(0, 0, 0, 0);
+            xf[p % NEAR][h][n] = make_uint4(0, 0, 0, 0);
             if (n * 8 + (lane >> 2) >= o.M) continue;
 #if EXPERTS
             const u32* at = xp[n] + (p + ahead) * 256 + h * 128;
 #else
             const u32* at = xp + (size_t)n * KB * 256 + (p + ahead) * 256 + h * 128;
 #endif
-            xf[p & 1][h][n] = make_uint4(at[0], at[32], at[64], at[96]);
+            xf[p % NEAR][h][n] = make_uint4(at[0], at[32], at[64], at[96]);
         }
     };
     let_next_start();
     UNROLL for (int p = 0; p < PF; p++) if (p < blocks) fetch(p, 0);
     after_previous();
-    UNROLL for (int p = 0; p < 2; p++) if (p < blocks) fetch_x(p, 0);
+    UNROLL for (int p = 0; p < NEAR; p++) if (p < blocks) fetch_x(p, 0);
 
     float P[MI][NI][4], T[MI][NI][4];
     GroupSum X[NI];
@@ -144,12 +161,12 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
             if (p < left) {
                 UNROLL for (int h = 0; h < 2; h++)
 #if EXPERTS
-                    multiply<MI, NI>(P, T, X, q[p], scales[p], xf[p & 1][h], SumsOfPairs<NI>{sp, p * 16 + h * 8}, h, p);
+                    multiply<MI, NI>(P, T, X, q[p], scales[p], xf[p % NEAR][h], SumsOfPairs<NI>{sp, p * 16 + h * 8}, h, p);
 #else
-                    multiply<MI, NI>(P, T, X, q[p], scales[p], xf[p & 1][h], SumsOfTokens{sp + p * 16 + h * 8, (size_t)KB * 16}, h, p);
+                    multiply<MI, NI>(P, T, X, q[p], scales[p], xf[p % NEAR][h], SumsOfTokens{sp + p * 16 + h * 8, (size_t)KB * 16}, h, p);
 #endif
                 if (p + PF < left) fetch(p, PF);
-                if (p + 2 < left) fetch_x(p, 2);
+                if (p + NEAR < left) fetch_x(p, NEAR);
             }
         }
         w += PF * STEP;
@@ -196,45 +213,98 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
 // A warp's tile is 32 channels by NI * 8 tokens; a block's WC * 32 channels by WT * NI * 8 tokens.
 // grid (ceil(tiles / (WC * 2)), ceil(tokens / (WT * NI * 8)), Z), Z a divisor of the slices; 32 * WC * WT threads; STAGES blocks of K in
 // flight. Block z walks slices [z * S / Z, (z + 1) * S / Z).
-// SPLIT: each slice's T goes to `partial` [S][x and y blocks][values][threads], and the last of the Z blocks to arrive adds them in
-// slice order. Otherwise Z is 1 and the sum F waits in shared memory between slices.
-template <int WC, int WT, int NI, int STAGES, bool SPLIT, bool GATED>
+// SPLIT: the slices of a tile are those of Z blocks, and are added up in slice order when all are there. From sm_90 on these blocks are a
+// cluster: each keeps its T in shared memory (one or two slices a block; the last where the stages were), and adds up its share of the
+// tile from all of them. Elsewhere each T goes to `partial` [S][x and y blocks][values][threads], and the last block to arrive adds.
+// Otherwise Z is 1 and the sum F waits in shared memory between slices.
+#if __CUDA_ARCH__ >= 900
+#define CLUSTERS 1
+#else
+#define CLUSTERS 0
+#endif
+
+// Results that wait for their stores: the numbers that they need are read for all of them before the first is written, or each store
+// would wait for a read of its own. `f` [PAIRS][MI][2] are sums of tokens first_token[p] and + 1, channels channel0[p] + i * 16.
+template <int PAIRS, int MI, bool GATED>
+struct Results {
+    float scale[PAIRS][2], bias[PAIRS][MI], before[PAIRS][MI][2];
+
+    DEVICE void read(const Output& o, const int (&token)[PAIRS], const int (&channel)[PAIRS]) {
+        UNROLL for (int p = 0; p < PAIRS; p++) {
+            UNROLL for (int h = 0; h < 2; h++) scale[p][h] = scale_of(o, token[p] + h);
+            if (GATED) continue;
+            UNROLL for (int i = 0; i < MI; i++) {
+                const int at = channel[p] + i * 16;
+                bias[p][i] = o.bias && at < o.N ? o.bias[bias_of(o, o.N, at)] : 0.f;
+                if (o.accumulate) UNROLL for (int h = 0; h < 2; h++)
+                    before[p][i][h] = is_past(o, token[p] + h) || at >= o.N ? 0.f : o.out[(size_t)row_of(o, token[p] + h) * o.stride + at];
+            }
+        }
+    }
+
+    // All lanes of a warp, whose lanes 4 apart have the same tokens.
+    DEVICE void write(const Output& o, const int (&token)[PAIRS], const int (&channel)[PAIRS], const float (&f)[PAIRS][MI][2]) {
+        UNROLL for (int p = 0; p < PAIRS; p++) UNROLL for (int h = 0; h < 2; h++) {
+            if (GATED) {
+                u32 magnitude = store_gated(o, token[p] + h, (channel[p] >> 5) * 16 + (channel[p] & 15), f[p][0][h], f[p][1][h], scale[p][h]);
+                UNROLL for (int d = 4; d < 32; d <<= 1) magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, d));
+                if ((threadIdx.x & 31) < 4 && !is_past(o, token[p] + h)) atomicMax(o.largest + row_of(o, token[p] + h), magnitude);
+            } else UNROLL for (int i = 0; i < MI; i++) {
+                const int at = channel[p] + i * 16;
+                if (is_past(o, token[p] + h) || at >= o.N) continue;
+                float y = __fmul_rn(f[p][i][h], scale[p][h]);
+                if (o.bias) y = __fadd_rn(y, bias[p][i]);
+                o.out[(size_t)row_of(o, token[p] + h) * o.stride + at] = o.accumulate ? __fadd_rn(before[p][i][h], y) : y;
+            }
+        }
+    }
+};
+
+template <int WC, int WT, int NI, bool SPLIT, bool GATED>
 DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_sums, const Output& o, int tiles, int KB, int S,
                         float* partial, u32* arrived) {
     constexpr int MI = 2, THREADS = 32 * WC * WT, TILES = WC * MI, TOKEN_TILES = WT * NI, VALUES = MI * NI * 4;
     constexpr int X_VECTORS = TOKEN_TILES * 64, W_VECTORS = TILES * VECTORS * 32;
     constexpr int SUM_VECTORS = TOKEN_TILES * 4, STAGE = X_VECTORS + W_VECTORS + SUM_VECTORS;
     extern __shared__ uint4 stages[];
-    float* sums = (float*)(stages + STAGES * STAGE) + threadIdx.x;  // [VALUES][THREADS], not SPLIT only
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wc = warp % WC, wt = warp / WC;
+    float* sums = (float*)(stages + STAGES * STAGE) + threadIdx.x;  // [VALUES][THREADS]
+    float* last_sums = (float*)stages + threadIdx.x;                // the same, of a cluster's last slice a block
+    static_assert(STAGES * STAGE * 4 >= VALUES * THREADS, "the last sums take the place of the stages");
+    const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0), wc = warp % WC, wt = WT == 1 ? 0 : warp / WC;
     const int tile0 = blockIdx.x * TILES, token_tile0 = EXPERTS ? 0 : blockIdx.y * TOKEN_TILES, groups = KB * 64 / GROUP;
     const int tile = min(tile0 + wc * MI, tiles - MI);
     const int first_slice = SPLIT ? blockIdx.z * S / gridDim.z : 0, end_slice = SPLIT ? (blockIdx.z + 1) * S / gridDim.z : S;
     const int begin = slice_begin(first_slice, S, KB), end = slice_begin(end_slice, S, KB);
     const size_t plane = (size_t)gridDim.x * gridDim.y, place = blockIdx.y * gridDim.x + blockIdx.x;
 
+    // Where this thread's vectors of block 0 lie, in vectors: 32 bits reach 64 GB.
+    constexpr int W_COPIES = (W_VECTORS + THREADS - 1) / THREADS, X_COPIES = (X_VECTORS + THREADS - 1) / THREADS;
+    u32 w_at[W_COPIES], x_at[X_COPIES];
+    UNROLL for (int i = 0; i < W_COPIES; i++) {
+        const int id = threadIdx.x + i * THREADS;
+        w_at[i] = (u32)min(tile0 + id / (VECTORS * 32), tiles - 1) * KB * (VECTORS * 32) + id % (VECTORS * 32);
+    }
+    UNROLL for (int i = 0; i < X_COPIES; i++) {
+        const int id = threadIdx.x + i * THREADS;
+#if EXPERTS
+        x_at[i] = X_VECTORS % THREADS == 0 || id < X_VECTORS ? o.places[(id >> 6) * 8 + (id & 7)] + (id & 56) : 0;
+#else
+        x_at[i] = (u32)(token_tile0 + (id >> 6)) * KB * 64 + (id & 63);
+#endif
+    }
     auto load_w = [&](int stage, int block) {
         if (block >= end) return;
-        const u32 to = shared_address(stages + stage * STAGE + X_VECTORS);
-        UNROLL for (int i = 0; i < (W_VECTORS + THREADS - 1) / THREADS; i++) {
-            const int id = threadIdx.x + i * THREADS;
-            const int t = min(tile0 + id / (VECTORS * 32), tiles - 1);
-            if (W_VECTORS % THREADS == 0 || id < W_VECTORS)
-                copy_async_16(to + id * 16, weights.w + ((size_t)t * KB + block) * VECTORS * 32 + id % (VECTORS * 32));
-        }
+        const u32 to = shared_address(stages + stage * STAGE + X_VECTORS) + threadIdx.x * 16;
+        UNROLL for (int i = 0; i < W_COPIES; i++)
+            if (W_VECTORS % THREADS == 0 || threadIdx.x + i * THREADS < W_VECTORS)
+                copy_async_16(to + i * THREADS * 16, weights.w + (w_at[i] + (u32)block * (VECTORS * 32)));
     };
     auto load_x = [&](int stage, int block) {
         if (block >= end) return;
         const u32 to = shared_address(stages + stage * STAGE);
-        UNROLL for (int i = 0; i < (X_VECTORS + THREADS - 1) / THREADS; i++) {
-            const int id = threadIdx.x + i * THREADS;
-            if (X_VECTORS % THREADS == 0 || id < X_VECTORS)
-#if EXPERTS
-                copy_async_16(to + id * 16, x + o.places[(id >> 6) * 8 + (id & 7)] + (id & 56) + block * 64);
-#else
-                copy_async_16(to + id * 16, x + ((size_t)(token_tile0 + (id >> 6)) * KB + block) * 64 + (id & 63));
-#endif
-        }
+        UNROLL for (int i = 0; i < X_COPIES; i++)
+            if (X_VECTORS % THREADS == 0 || threadIdx.x + i * THREADS < X_VECTORS)
+                copy_async_16(to + (threadIdx.x + i * THREADS) * 16, x + (x_at[i] + (u32)block * 64));
 #if HAS_MIN && EXPERTS
         if (threadIdx.x < SUM_VECTORS * 4)
             copy_async_4(to + (X_VECTORS + W_VECTORS) * 16 + threadIdx.x * 4,
@@ -296,9 +366,10 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
             multiply_block<MI, NI>(P, T, X, a, scales, shared_address(shared + wt * NI * 64), block_sums, part, [&] {
                 copy_wait<STAGES - 3>();
                 publish_to_tensor_cores();
-                __syncthreads();
-                load();
+                __syncthreads();  // the next stage is there, and no warp reads the freed one any more
                 if (AHEAD) make(stages + after * STAGE, a_next);
+                // Its branch keeps the compiler from making fragments when the tensor cores are done, and no sooner.
+                load();
             });
             if (!AHEAD) make(stages + after * STAGE, a);
             else UNROLL for (int step = 0; step < 4; step++) UNROLL for (int i = 0; i < MI; i++) UNROLL for (int j = 0; j < 4; j++)
@@ -325,7 +396,12 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
             stage = after;
         }
         if (block + BLOCKS_A_GROUP == slice_end) {
+#if CLUSTERS
+            float* mine = slice + 1 < end_slice ? sums : last_sums;
+            if (SPLIT && slice + 1 == end_slice) __syncthreads();  // all have read the stages
+#else
             float* mine = partial + ((size_t)slice * plane + place) * VALUES * THREADS + threadIdx.x;
+#endif
             UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) {
                 const int value = ((i * NI + n) * 4 + e) * THREADS;
                 if (SPLIT) {
@@ -343,7 +419,49 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
         }
     }
 
+    // A pair of tokens and a row of channels: q counts n and, faster, the upper half of the tile's rows.
+    auto token_of = [&](int q) { return (token_tile0 + wt * NI + (q >> 1)) * 8 + (lane & 3) * 2; };
+    auto channel_of = [&](int q) { return (tile0 + wc * MI) * 16 + (lane >> 2) + (q & 1) * 8; };
+#if CLUSTERS
     if (SPLIT) {
+        // The share of this block, two pairs at a time.
+        constexpr int PAIRS = 2;
+        const int share = NI * 2 / gridDim.z, a_block = S / gridDim.z;
+        const u32 own = shared_address(last_sums), extra = shared_address(sums);
+        cluster_arrive();
+        bool waited = false;
+        for (int q0 = 0; q0 < share; q0 += PAIRS) {
+            int token[PAIRS], channel[PAIRS];
+            UNROLL for (int p = 0; p < PAIRS; p++) {
+                // A share of one pair takes it twice, and stores it once.
+                const int q = blockIdx.z * share + min(q0 + p, share - 1);
+                token[p] = q0 + p < share ? token_of(q) : o.M;
+                channel[p] = channel_of(q);
+            }
+            Results<PAIRS, MI, GATED> results;
+            results.read(o, token, channel);
+            if (!waited) cluster_wait();
+            waited = true;
+            float f[PAIRS][MI][2];
+            _Pragma("unroll 4") for (int s = 0; s < S; s++) {
+                const u32 from = of_block(s % a_block == a_block - 1 ? own : extra, s / a_block);
+                UNROLL for (int p = 0; p < PAIRS; p++) {
+                    const int q = blockIdx.z * share + min(q0 + p, share - 1);
+                    UNROLL for (int i = 0; i < MI; i++) UNROLL for (int h = 0; h < 2; h++) {
+                        const float t = load_of_block(from + ((i * NI * 4 + q * 2 + h) * THREADS) * 4);
+                        f[p][i][h] = s == 0 ? t : __fadd_rn(f[p][i][h], t);
+                    }
+                }
+            }
+            results.write(o, token, channel, f);
+        }
+        // No block leaves while another reads its sums.
+        cluster_arrive();
+        cluster_wait();
+        return;
+    }
+#else
+    if constexpr (SPLIT) {
         __threadfence();
         __shared__ bool last;
         __syncthreads();
@@ -363,25 +481,18 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
         }
     }
 
-    UNROLL for (int n = 0; n < NI; n++) {
-        const int first_token = (token_tile0 + wt * NI + n) * 8 + (lane & 3) * 2;
-        u32 magnitude[2] = {0, 0};
-        UNROLL for (int e = 0; e < 4; e++) {
-            const int token = first_token + (e & 1), row = (lane >> 2) + (e >> 1) * 8;
-            if (GATED) {
-                magnitude[e & 1] =
-                    max(magnitude[e & 1], store_gated(o, token, (tile0 + wc * MI) * 8 + row, T[0][n][e], T[1][n][e]));
-            } else {
-                UNROLL for (int i = 0; i < MI; i++) store(o, token, (tile0 + wc * MI + i) * 16 + row, T[i][n][e]);
-            }
-        }
-        if (GATED) UNROLL for (int h = 0; h < 2; h++) {
-            UNROLL for (int d = 4; d < 32; d <<= 1) magnitude[h] = max(magnitude[h], __shfl_xor_sync(~0u, magnitude[h], d));
-#if EXPERTS
-            if (lane < 4 && !is_past(o, first_token + h)) atomicMax(o.largest + row_of(o, first_token + h), magnitude[h]);
-#else
-            if (lane < 4 && first_token + h < o.M) atomicMax(o.largest + first_token + h, magnitude[h]);
 #endif
+    UNROLL for (int half = 0; half < 2; half++) {
+        int token[NI], channel[NI];
+        float f[NI][MI][2];
+        UNROLL for (int p = 0; p < NI; p++) {
+            const int q = half * NI + p;
+            token[p] = token_of(q);
+            channel[p] = channel_of(q);
+            UNROLL for (int i = 0; i < MI; i++) UNROLL for (int h = 0; h < 2; h++) f[p][i][h] = T[i][q >> 1][(q & 1) * 2 + h];
         }
+        Results<NI, MI, GATED> results;  // all at once take too many registers
+        results.read(o, token, channel);
+        results.write(o, token, channel, f);
     }
 }

@@ -71,10 +71,14 @@ def forced(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator
         ]
         there = tables.num_tiles(weights.bits, weights.group_size, weights.zero is None, cuda.arch)
         choices += [(variant, 1) for variant in tables.WHOLE[:there]]
-        choices += [(variant, z) for variant in tables.SPLIT[:there] for z in (2, 4, 8) if slices % z == 0]
+        choices += [
+            (variant, z)
+            for variant in tables.SPLIT[:there]
+            for z in tables.blocks_of_a_tile(variant.tokens, slices, cuda.arch)[1:]
+        ]
         for variant, z in choices:
             grid = (-(-channels // variant.channels), -(-rows // variant.tokens), z)
-            launch = tables.LinearLaunch(variant, grid)
+            launch = tables.LinearLaunch(variant, grid, z if cuda.arch >= tables.CLUSTERS_FROM else 1)
             monkeypatch.setattr(tables, "linear_launch", lambda *_, launch=launch, **__: launch)
             yield f"{variant.name} z={z}"
         monkeypatch.undo()

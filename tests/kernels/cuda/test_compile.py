@@ -147,7 +147,7 @@ def test_compiles_without_spills(
     if file in ("linear", "experts"):
         variants = variants_of(file, defines, arch)
         gated_alone = defines.get("ACTIVATION", 0) or defines.get("GATED_BIAS", 0)
-        dynamic = {variant.name: variant.shared_bytes(defines["BITS"]) for variant in variants}
+        dynamic = {variant.name: variant.shared_bytes(defines["BITS"], arch) for variant in variants}
         if file == "linear":
             gated = {f"gated_{variant.name}" for variant in variants if variant.gated}
             wanted = gated if gated_alone else gated | dynamic.keys()

@@ -54,7 +54,7 @@ def test_every_launch_of_experts_fits_its_card() -> None:
                 assert variant in tables.EXPERT_FEW[plan.tile_pairs, tables.slices(blocks)]
             # Tiles, pairs and the matrix's addresses take a little static shared memory.
             limit = tables.HOPPER_SHARED_LIMIT if arch == 90 else tables.SHARED_LIMIT
-            assert variant.shared_bytes(bits) + 1024 <= limit
+            assert variant.shared_bytes(bits, arch) + 1024 <= limit
             assert plan.tiles <= 65535
 
 
@@ -67,7 +67,7 @@ def test_every_launch_of_products_fits_its_card() -> None:
                 tokens, channels, blocks, bits, group_size, has_minimum, arch, 28, gated=gated
             )
             limit = tables.HOPPER_SHARED_LIMIT if arch == 90 else tables.SHARED_LIMIT
-            assert launch.variant.shared_bytes(bits) <= limit
+            assert launch.shared_bytes(bits, arch) <= limit
             assert launch.grid[0] * launch.variant.channels >= channels
             assert launch.grid[1] * launch.variant.tokens >= tokens
             assert tables.slices(blocks) % launch.grid[2] == 0
