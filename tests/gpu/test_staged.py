@@ -225,3 +225,20 @@ def test_replayed_a_hundred_times(cuda: Any, formats: Any) -> None:
             cuda.replay(("staged", rows), lambda rows=rows: issue(rows))
             for array, want in zip((residual, heads), wanted[rows], strict=True):
                 assert np.array_equal(cuda.read(array)[:rows].view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("inputs", [1024, 2048, 4096])
+def test_the_norms_sum_has_its_order(cuda: Any, formats: Any, inputs: int) -> None:
+    """A sum in another order moves a half in ten thousand: so many rows."""
+    weight = cuda.load_matrix([formats(4, 128, "float16", 8).matrix(16, inputs)])
+    rng = np.random.default_rng(inputs)
+    norm = cuda.upload(rng.standard_normal(inputs).astype(np.float32))
+    normed, x, out = cuda.activations(4, inputs), cuda.empty((4, inputs), "float32"), cuda.empty((4, 16), "float32")
+    for _ in range(12):
+        cuda.write(x, rng.standard_normal((4, inputs)).astype(np.float32))
+        found = []
+        for most in (0, 4):
+            with staged(normed=most):
+                cuda.norm_linear(x, norm, EPS, normed, weight, out, 4)
+                found.append(cuda.read(out).view(np.uint32))
+        assert np.array_equal(*found)
