@@ -12,6 +12,8 @@ from shardline.kernels.errors import DeviceMemoryError
 CONTEXT_BYTES = 512 * 2**20
 """Of a limit, what CUDA itself takes of the device for a process: its context, and the code of loaded kernels."""
 
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation
+
 
 class _Block:
     """Of an array; comes back when the last view of it is gone, in whatever thread that is."""
@@ -89,7 +91,7 @@ class DeviceMemory:
         try:
             return int(runtime.malloc(size))
         except runtime.CUDARuntimeError as error:
-            if error.status != runtime.errorMemoryAllocation:
+            if error.status != _NO_MEMORY:
                 raise
             return None
 

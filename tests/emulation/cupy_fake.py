@@ -64,7 +64,6 @@ class Runtime:
     """Memory as the driver gives it, and the current device."""
 
     CUDARuntimeError = CUDARuntimeError
-    errorMemoryAllocation = 2  # noqa: N815
     memcpyHostToDevice, memcpyDeviceToHost = 1, 2  # noqa: N815
 
     def __init__(self):
@@ -84,7 +83,7 @@ class Runtime:
 
     def malloc(self, size):
         if size > self.memGetInfo()[0]:
-            raise CUDARuntimeError(self.errorMemoryAllocation)
+            raise CUDARuntimeError(2)
         region = _Region(size)
         self.held[region.start] = region
         return region.start
