@@ -19,7 +19,8 @@ Parts:
     hops      what a step costs from process to process, by rows, with stages that do nothing
 
 Each layout runs in a process of its own, so that no one's memory is left to the next. The tokens of every sequence are
-compared: with the same prompt alone on the first layout (a sample), and with what other layouts and batches gave (all).
+compared: with the same prompt alone on the first layout (a sample), and with what other layouts and batches gave (all);
+outside of timed windows logprobs too, bit for bit.
 Exit code 1: something differed. 2: something failed, or a soak was not clean. What is measured is written after each
 layout, and after each part of one beside it (`.partial.json`).
 """
@@ -34,7 +35,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drive import Tokens
+from benchmarks.drive import Answer
 from benchmarks.geometries import MODELS
 from benchmarks.layouts import Layout, parse_layout
 from benchmarks.parts import measure
@@ -64,8 +65,8 @@ def run_all(given: argparse.Namespace, report: dict[str, Any]) -> int:
         "folder_seconds": time.perf_counter() - began,
     }
     say(f"{model}: {spec.num_layers} layers, ready in {report['model']['folder_seconds']:.1f} s")
-    alone_tokens: dict[str, Tokens] = {}
-    seen: dict[str, Tokens] = {}
+    alone_tokens: dict[str, Answer] = {}
+    seen: dict[str, Answer] = {}
     deadline = time.monotonic() + given.budget - (time.perf_counter() - began)
 
     def session_of(layout: Layout) -> Session:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drive import alone, decode, greedy, read_prompts
+from benchmarks.drive import Window, alone, decode, greedy, read_prompts
 from benchmarks.layouts import Running, running, stage_facts
 from benchmarks.record import milliseconds, numbers, say, trials, write
 from benchmarks.session import BLOCK, Session, predictions, prepared_for, ray_for
@@ -79,13 +79,13 @@ async def _references(session: Session, run: Running) -> None:
     began = time.perf_counter()
     if {"decode", "prefill", "overhead"} & set(given.parts):
         for index in session.sample:
-            params = greedy(index, given.warm + given.steps)
+            params = greedy(index, given.warm + given.steps, logprobs=True)
             parity.alone[f"sequence {index}"] = await alone(run.engine, session.prompt(index), params)
     if {"traffic", "soak"} & set(given.parts):
         # All of them, for a soak has whole outputs to compare.
         for job in session.jobs():
             parity.alone[job.key] = await alone(run.engine, job.ids, job.params)
-    distinct = len({token for tokens in parity.alone.values() for token in tokens})
+    distinct = len({token for tokens in parity.alone.values() for token, _ in tokens})
     total = sum(map(len, parity.alone.values()))
     session.alone = dict(parity.alone)
     took = time.perf_counter() - began
@@ -123,9 +123,11 @@ def flights(session: Session, run: Running) -> dict[str, tuple[int, int]]:
     return {name: flight for name, flight in made.items() if name in session.given.flights}
 
 
-async def _window(session: Session, run: Running, batch: int, steps: int, where: str) -> Any:
+async def _window(
+    session: Session, run: Running, batch: int, steps: int, where: str, *, logprobs: bool = False
+) -> Window:
     prompts = [session.prompt(index) for index in range(batch)]
-    window = await decode(run.engine, prompts, session.given.warm, steps)
+    window = await decode(run.engine, prompts, session.given.warm, steps, logprobs=logprobs)
     for index, out in enumerate(window.outputs):
         session.parity.check(f"sequence {index}", out[: session.given.warm + session.given.steps], where)
     return window
@@ -135,11 +137,12 @@ async def _decode(session: Session, run: Running) -> None:
     given, rows = session.given, {}
     order = [(name, batch) for name in flights(session, run) for batch in given.batches if _fits(session, run, batch)]
     for name, batch in order:
-        # Once before it counts: graphs are recorded, kernels compiled.
+        # Once before it counts, with logprobs, which are compared too: graphs are recorded, kernels compiled.
         if session.late("decode"):
             return
         run.set_flight(*flights(session, run)[name])
-        await _window(session, run, batch, min(8, given.steps), f"{session.layout.name}, {name} {batch}")
+        where = f"{session.layout.name}, {name} {batch}"
+        await _window(session, run, batch, min(16, given.steps), where, logprobs=True)
     for trial in range(given.trials):
         for name, batch in order:
             if session.late(f"decode, {name} {batch}: trials from {trial}"):
@@ -160,7 +163,7 @@ async def _decode(session: Session, run: Running) -> None:
         )
 
 
-def _decode_row(name: str, batch: int, flight: tuple[int, int], windows: Sequence[Any]) -> dict[str, Any]:
+def _decode_row(name: str, batch: int, flight: tuple[int, int], windows: Sequence[Window]) -> dict[str, Any]:
     stages = [window.stages for window in windows if window.stages]
     by_stage = list(zip(*stages, strict=True))
     return {

@@ -95,10 +95,11 @@ def parity(_: dict[str, Any], layouts: dict[str, Any]) -> Iterator[str]:
         return
     alone = sum(each["sequences_compared_with_one_stream"] for each in checked)
     seen = sum(each["sequences_compared_with_another_layout_or_batch"] for each in checked)
+    logprobs = sum(each["logprobs_compared"] for each in checked)
     different = [words for each in checked for words in each["different"]]
     yield (
-        f"Tokens: {alone} sequences of these runs were compared with the same prompt alone in one stage, {seen} more "
-        "with what they had in other batches or layouts; "
+        f"Bytes: {alone} sequences of these runs were compared with the same prompt alone in one stage, {seen} more "
+        f"with what they had in other batches or layouts, {logprobs} logprobs among them; "
         + (f"**{len(different)} were different** ({different[0]})." if different else "all were equal.")
     )
 

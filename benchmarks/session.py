@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drive import Parity, Tokens, prompt
+from benchmarks.drive import Answer, Parity, Tokens, prompt
 from benchmarks.layouts import Layout, engine_options, reachable_by_workers
 from benchmarks.record import say
 from benchmarks.traffic import Job, Lengths, trace
@@ -50,8 +50,8 @@ class Session:
     layout: Layout
     model: Path
     vocab: int
-    alone: dict[str, Tokens]
-    seen: dict[str, Tokens]
+    alone: dict[str, Answer]
+    seen: dict[str, Answer]
     deadline: float
     result: dict[str, Any] = field(default_factory=dict)
     parity: Parity = field(default_factory=Parity)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from benchmarks.drive import Parity, Tokens, prompt, quiet
+from benchmarks.drive import Answer, Parity, Tokens, answered, prompt, quiet
 from benchmarks.record import quantiles
 
 from shardline.cluster.engine import Engine
@@ -43,7 +43,7 @@ class Served:
     Attributes:
         job: The job.
         arrived, first, last: Moments: of its arrival, of its first and its last token.
-        tokens: Its tokens.
+        tokens: Its tokens and their logprobs.
         ended: "length", "stop", "abort", or the name of an error.
     """
 
@@ -51,7 +51,7 @@ class Served:
     arrived: float
     first: float = 0.0
     last: float = 0.0
-    tokens: Tokens = ()
+    tokens: Answer = ()
     ended: str = ""
 
     @property
@@ -87,7 +87,7 @@ def trace(count: int, vocab: int, seed: int, lengths: Lengths, *, cancels: float
         size = int(np.clip(prompts[index], 4, lengths.most_prompt))
         most = int(np.clip(outputs[index], 4, lengths.most_output))
         drawn = {"temperature": 0.8, "top_p": 0.95} if index % 2 else {}
-        params = SamplingParams(max_tokens=most, ignore_eos=True, seed=index, **drawn)
+        params = SamplingParams(max_tokens=most, ignore_eos=True, seed=index, logprobs=0, **drawn)
         stop = int(after[index] * most) if cancelled[index] else None
         ids = prompt(vocab, size, index, seed + 1)
         jobs.append(Job(f"job {index}", ids, params, float(gaps[index]), stop))
@@ -97,7 +97,7 @@ def trace(count: int, vocab: int, seed: int, lengths: Lengths, *, cancels: float
 async def serve(engine: Engine, job: Job) -> Served:
     """Run a job; an error ends it and is kept."""
     served = Served(job, time.perf_counter())
-    out: list[int] = []
+    out: list[tuple[int, float | None]] = []
     request = Request(token_ids=job.ids, params=job.params)
     try:
         stream = engine.generate(request)
@@ -107,7 +107,7 @@ async def serve(engine: Engine, job: Job) -> Served:
                 if delta.token_ids:
                     served.first = served.first or now
                     served.last = now
-                    out.extend(delta.token_ids)
+                    out.extend(answered(delta))
                 served.ended = delta.finish_reason or served.ended
                 if job.cancel_after is not None and len(out) >= job.cancel_after and not served.ended:
                     served.ended = "abort"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.drive import Parity
+from benchmarks.drive import Answer, Parity
 from benchmarks.gpu_pipeline import arguments, code_of
 from benchmarks.layouts import Layout, engine_options, parse_layout
 from benchmarks.session import Session
@@ -60,6 +60,7 @@ def test_two_stages_over_ray_give_the_tokens_of_one_and_a_report_that_says_how_f
     for result, stages in ((one, 1), (two, 2)):
         assert result["parity"]["equal"]
         assert result["parity"]["sequences_compared_with_one_stream"] >= 4 * 8
+        assert result["parity"]["logprobs_compared"] >= 8 * 10
         assert len(result["stage_facts"]) == stages
         for row in result["decode"]:
             rate = row["tokens_per_second"]
@@ -162,26 +163,44 @@ def test_limits_are_the_gpus_where_stages_are_on_gpus() -> None:
     assert (on_cpu.device, on_cpu.gpu_memory, on_cpu.memory) == ("cpu", None, (12 * GIB,) * 2)
 
 
+def answer(*tokens: int) -> Answer:
+    return tuple((token, None) for token in tokens)
+
+
 class TestParity:
     def test_a_shorter_output_is_compared_as_far_as_it_goes(self) -> None:
-        parity = Parity({"a": (1, 2, 3)})
-        assert parity.check("a", (1, 2), "here")
-        assert parity.check("a", (1, 2, 3, 4), "here")
-        assert not parity.check("a", (1, 3), "here")
+        parity = Parity({"a": answer(1, 2, 3)})
+        assert parity.check("a", answer(1, 2), "here")
+        assert parity.check("a", answer(1, 2, 3, 4), "here")
+        assert not parity.check("a", answer(1, 3), "here")
         assert (parity.compared_alone, len(parity.different)) == (3, 1)
 
     def test_an_output_that_ended_must_be_as_long(self) -> None:
-        parity = Parity({"a": (1, 2, 3)})
-        assert parity.check("a", (1, 2, 3), "here", ended=True)
-        assert not parity.check("a", (1, 2), "here", ended=True)
-        assert not parity.check("a", (1, 2, 3, 4), "here", ended=True)
+        parity = Parity({"a": answer(1, 2, 3)})
+        assert parity.check("a", answer(1, 2, 3), "here", ended=True)
+        assert not parity.check("a", answer(1, 2), "here", ended=True)
+        assert not parity.check("a", answer(1, 2, 3, 4), "here", ended=True)
 
     def test_what_never_ran_alone_is_compared_with_what_came_first(self) -> None:
         parity = Parity()
-        assert parity.check("b", (5, 6), "first")
-        assert parity.check("b", (5, 6), "second")
-        assert not parity.check("b", (5, 7), "third")
+        assert parity.check("b", answer(5, 6), "first")
+        assert parity.check("b", answer(5, 6), "second")
+        assert not parity.check("b", answer(5, 7), "third")
         assert (parity.compared_alone, parity.compared_seen) == (0, 2)
+
+    def test_of_what_came_first_the_longest_and_its_logprobs_are_kept(self) -> None:
+        parity = Parity()
+        assert parity.check("b", ((5, -0.5),), "first")
+        assert parity.check("b", answer(5, 6, 7), "second")
+        assert not parity.check("b", answer(5, 6, 8), "third")
+        assert not parity.check("b", ((5, -0.25),), "fourth")
+
+    def test_one_bit_of_a_logprob_is_a_difference(self) -> None:
+        parity = Parity({"a": ((1, -0.5), (2, -1.5))})
+        assert parity.check("a", ((1, -0.5), (2, -1.5)), "here")
+        assert parity.check("a", answer(1, 2), "without logprobs")
+        assert parity.compared_logprobs == 2
+        assert not parity.check("a", ((1, -0.5), (2, math.nextafter(-1.5, 0))), "here")
 
 
 def report_of(**result: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ REPORT: dict[str, Any] = {
             "parity": {
                 "sequences_compared_with_one_stream": 1234,
                 "sequences_compared_with_another_layout_or_batch": 5,
+                "logprobs_compared": 99,
                 "different": [],
                 "equal": True,
             },
