@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -146,6 +147,10 @@ class Backend(ABC):
     def numeric_class(self) -> str:
         """Backends of one class give the same bits, on whichever device each runs."""
         return self.name
+
+    def entered(self) -> AbstractContextManager[None]:
+        """For a run of calls of one thread: what each of them would otherwise do by itself to be on its device."""
+        return nullcontext()
 
     # -- memory ------------------------------------------------------------------------------------------------------
 

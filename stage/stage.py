@@ -60,10 +60,11 @@ class Stage:
         Raises:
             PlanError: the plan does not fit what this stage knows; its state is unchanged.
         """
-        self._forward(plan, hidden)
-        if not self.spec.has_head:
-            return StepOutput(self._decoder.hidden(plan.num_tokens), None)
-        return StepOutput(None, self._sample(plan))
+        with self._backend.entered():
+            self._forward(plan, hidden)
+            if not self.spec.has_head:
+                return StepOutput(self._decoder.hidden(plan.num_tokens), None)
+            return StepOutput(None, self._sample(plan))
 
     def logits(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Like `run` on a last stage, but logits of *every* row, float32 [plan.num_tokens, vocab]; none is sampled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, StepShape
-from shardline.kernels.cuda import tables
+from shardline.kernels.cuda import entry, tables
 from shardline.kernels.cuda.arrays import Activations, CudaKVCache, new_activations
 from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.device import OLDEST_ARCH, class_of
@@ -72,6 +72,9 @@ class CudaCore(Backend):
         assert not self._closed, "the backend is closed"
         with self._device, self._stream, cupy.cuda.using_allocator(self._memory.allocate):
             yield
+
+    def entered(self) -> AbstractContextManager[None]:
+        return entry.entered(self)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from shardline.kernels.backend import Backend
 
-NOT_ENTERED = frozenset({"resident_bytes", "close"})
-"""What only reads a number, which any thread may ask for while another computes; and what enters the device itself,
-unless it has done its work before."""
+NOT_ENTERED = frozenset({"resident_bytes", "close", "entered"})
+"""What only reads a number, which any thread may ask for while another computes; and what enters the device itself."""
 
 
 class OwnDevice(Protocol):
@@ -50,17 +49,27 @@ def on_its_device(cls: type[T]) -> type[T]:
     return cls
 
 
+@contextmanager
+def entered(backend: OwnDevice) -> Iterator[None]:
+    """Enter the backend's device for a run of calls, unless the thread is there."""
+    before = _ENTERED.backend
+    if before is backend:
+        yield
+        return
+    with backend.here():
+        _ENTERED.backend = backend
+        try:
+            yield
+        finally:
+            _ENTERED.backend = before
+
+
 def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: OwnDevice, *args: Any, **kwargs: Any) -> Any:
-        before = _ENTERED.backend
-        if before is self:
+        if _ENTERED.backend is self:
             return method(self, *args, **kwargs)
-        with self.here():
-            _ENTERED.backend = self
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                _ENTERED.backend = before
+        with entered(self):
+            return method(self, *args, **kwargs)
 
     return call

@@ -165,3 +165,30 @@ def test_one_thread_drives_several_gpus(make: Make) -> None:
             backend.write(array, np.full(1024, step, np.int32))
         for backend, array in zip(backends, arrays, strict=True):
             assert (backend.read(array) == step).all()
+
+
+def test_a_run_of_calls_enters_once_and_leaves_the_thread_as_it_was(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make(), make()
+    entries = []
+    for backend in (one, other):
+
+        def here(backend: Any = backend, original: Any = backend.here) -> Any:
+            entries.append(backend)
+            return original()
+
+        monkeypatch.setattr(backend, "here", here)
+    array = one.empty((4,), "int32")
+    entries.clear()
+    with one.entered():
+        one.write(array, np.arange(4, dtype=np.int32))
+        # Another one in between, as where stages take turns in one thread.
+        other.upload(np.zeros(4, np.int32))
+        assert one.read(array).tolist() == [0, 1, 2, 3]
+    assert entries == [one, other]
+    with pytest.raises(ZeroDivisionError), one.entered():
+        1 / 0  # noqa: B018
+    entries.clear()
+    one.synchronize()
+    assert entries == [one]
