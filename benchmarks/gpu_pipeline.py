@@ -192,7 +192,10 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Measure, print, write."""
-    given = arguments().parse_args()
+    parser = arguments()
+    given = parser.parse_args()
+    if {"traffic", "soak"} & set(given.parts) and given.most_prompt + given.most_output > given.context:
+        parser.error("--most-prompt and --most-output together must be within --context")
     if given.soak + 60 > given.part_seconds:
         given.part_seconds = given.soak + 60
     name = given.geometry if given.model is None else given.model.name
