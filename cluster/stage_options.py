@@ -21,8 +21,8 @@ def check_stage_options(*, kv_dtype: str, threads: int | None, device: str, bloc
         return
     if not re.fullmatch(r"cuda:\d+", device):
         raise InvalidParameterError("device", device, "cpu, or cuda:0, cuda:1, ... for a GPU")
-    if kv_dtype != "float16":
-        raise InvalidParameterError("kv_dtype", kv_dtype, "float16 on a GPU")
+    if kv_dtype == "float32":
+        raise InvalidParameterError("kv_dtype", kv_dtype, "float16 or int8 on a GPU")
 
 
 def gpu_numbers(device: str) -> tuple[int, ...]:

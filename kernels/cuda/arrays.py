@@ -66,13 +66,39 @@ def new_activations(rows: int, channels: int) -> Activations:
 
 @dataclass(frozen=True, slots=True)
 class CudaKVCache:
-    """A pool: half-precision keys and values [layers, blocks, Hkv, block size, D]."""
+    """A pool: keys and values [layers, blocks, Hkv, block size, D].
+
+    Of float16 (uint16) or of integers (uint8 that hold int8) with float16 scales [layers, blocks, Hkv, block size];
+    see `KVLayout`.
+    """
 
     layout: KVLayout
     keys: Any
     values: Any
+    key_scales: Any = None
+    value_scales: Any = None
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return int(self.keys.nbytes + self.values.nbytes)
+        arrays = (self.keys, self.values, self.key_scales, self.value_scales)
+        return sum(int(array.nbytes) for array in arrays if array is not None)
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """What kernels that touch it are compiled for."""
+        eight_bits = {"KV_BITS": 8} if self.key_scales is not None else {}
+        return {"HEAD_DIM": self.layout.head_dim} | eight_bits
+
+    def scales(self, layer: int) -> tuple[Any, ...]:
+        """What those kernels are given last."""
+        return () if self.key_scales is None else (self.key_scales[layer], self.value_scales[layer])
+
+
+def new_pool(layout: KVLayout) -> CudaKVCache:
+    """A zero-filled pool, on the current stream."""
+    shape = (layout.num_layers, layout.num_blocks, layout.num_kv_heads, layout.block_size)
+    eight_bits = layout.dtype == "int8"
+    stored = cupy.uint8 if eight_bits else cupy.uint16
+    scales = (cupy.zeros(shape, cupy.uint16) for _ in range(2 * eight_bits))
+    return CudaKVCache(layout, *(cupy.zeros((*shape, layout.head_dim), stored) for _ in range(2)), *scales)

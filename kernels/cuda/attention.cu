@@ -17,17 +17,37 @@
 //
 // qkv [rows, (Hq + 2 Hkv) * HEAD_DIM] float32, queries turned already. Cache [blocks][Hkv][block size][HEAD_DIM] half.
 // tiles int32 [tiles][2]: first row, number of rows (0: none). Block size a power of two from 8; G <= 16.
+// With KV_BITS 8 the cache is int8 with a half scale a position, [blocks][Hkv][block size] for keys and for values. Integers go to the
+// tensor cores as they are, as halves. A key's scale multiplies its score. A value's scale times VALUE_UNIT multiplies its probability, in
+// float32, before that is rounded to a half for the values' mma (the probabilities' sum is of the plain ones); the output is divided by
+// VALUE_UNIT in the end. So a scale that is NaN reaches the rows that see its position, and no other. The mma's channels of a score are
+// those of a lane side by side (KEY_STEP), and its columns of values are even channels, then odd ones (PAIR): orders of their own.
 // Defines: HEAD_DIM, a multiple of 16 up to 256; those of attention_kinds.cuh.
 
 constexpr int KV_TILE = 64, SPLIT_TILES = 4, THREADS = 128;
+#if KV_BITS == 8
+typedef u8 Stored;
+#define PAIR 2
+constexpr int ROW_BYTES = (HEAD_DIM / 16 | 1) * 16;  // an odd number of 16 bytes spreads a column over the banks
+#else
+typedef u16 Stored;
+#define PAIR 1
 constexpr int ROW_BYTES = HEAD_DIM * 2 + 16;  // the odd 16 bytes spread a column over the banks
+#endif
 constexpr int TILE_BYTES = KV_TILE * ROW_BYTES;
-constexpr int STAGES = HEAD_DIM <= 128 ? 2 : 1;
+constexpr int STAGES = KV_BITS == 8 || HEAD_DIM <= 128 ? 2 : 1;
 constexpr int STEPS = HEAD_DIM / 16;             // k16 steps of a score
-constexpr int COLUMN_TILES = HEAD_DIM / 8;       // 8-wide tiles of the output
-constexpr int OWN_COLUMNS = (COLUMN_TILES + 3) / 4;
+constexpr int COLUMN_TILES = HEAD_DIM / 8;       // 8-wide tiles of the output; with integers in pairs from 16 channels
+constexpr int OWN_COLUMNS = (COLUMN_TILES / PAIR + 3) / 4 * PAIR;
 constexpr int BLOCKS = HEAD_DIM <= 64 ? 4 : HEAD_DIM <= 128 ? 3 : 2;  // that a multiprocessor should hold
 constexpr float FAR = -1e30f;
+enum {
+    SCALE_BYTES = KV_BITS == 8 ? KV_TILE * 2 : 0,  // of a tile
+    TILE_AND_SCALES = TILE_BYTES + SCALE_BYTES,
+    // Channels of a score's k16 step from lane to lane, and from a lane's first two to its other two.
+    KEY_STEP = KV_BITS == 8 ? 4 : 2,
+    KEY_HALF = KV_BITS == 8 ? 2 : 8,
+};
 
 DEVICE float exp2_fast(float x) {
     float y;
@@ -88,6 +108,19 @@ DEVICE float weight_of(float s, float highest) {
 #endif
 }
 
+#if KV_BITS == 8
+constexpr float VALUE_UNIT = 64.f;  // with scales up to 512 no product is beyond half precision
+DEVICE float quotient(float f, float l) { return __fmul_rn(__fdiv_rn(f, l), 1.f / VALUE_UNIT); }
+
+// Four integers of a word as halves: bytes 0 and 1, 2 and 3 (ORDER 0x4140, 0x4342), or 0 and 2, 1 and 3 (0x4240, 0x4341).
+template <u32 ORDER>
+DEVICE u32 halves_of(u32 word) {
+    return half2_sub(__byte_perm(word ^ 0x80808080u, 0x64646464u, ORDER), 0x64806480u);  // 1024 + 128 + q, exactly
+}
+#else
+DEVICE float quotient(float f, float l) { return __fdiv_rn(f, l); }
+#endif
+
 struct Merged {
     float m[2], l[2], f[OWN_COLUMNS][4];
 };
@@ -133,12 +166,15 @@ DEVICE void store_head(const Result& result, int row, int channels, int head, co
 }
 
 template <bool WHOLE>
-DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const int* tiles, const int* positions,
+DEVICE void attend(const float* qkv, const Stored* keys, const Stored* values, const int* tiles, const int* positions,
                    const int* sequences, const int* block_tables, float* partial, u32* arrived, const Result& result,
                    int table_width, int block_shift, int G, int kv_heads, int max_splits, float scale_log2e WINDOW_PARAMETER CAP_PARAMETER
-                       SINKS_PARAMETER) {
-    extern __shared__ __align__(16) u8 shared[];  // STAGES x (keys, values)
+                       SINKS_PARAMETER SCALES_PARAMETER) {
+    extern __shared__ __align__(16) u8 shared[];  // STAGES x (keys, values, scales of keys, of values)
     __shared__ u32 probabilities[16 * 36];
+#if KV_BITS == 8
+    __shared__ u32 scaled[16 * 36];
+#endif
     __shared__ float maxima[4 * 16];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, group_row = lane >> 2;
     let_next_start();
@@ -160,8 +196,8 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
     const int block_mask = (1 << block_shift) - 1;
 
     auto load = [&](int stage, int tile) {
-        const u32 to = shared_address(shared + stage * 2 * TILE_BYTES);
-        constexpr int CHUNKS = HEAD_DIM / 8;
+        const u32 to = shared_address(shared + stage * 2 * TILE_AND_SCALES);
+        constexpr int CHUNKS = HEAD_DIM * (int)sizeof(Stored) / 16;
         for (int id = threadIdx.x; id < KV_TILE * CHUNKS; id += THREADS) {
             const int r = id / CHUNKS, c = id % CHUNKS, p = tile * KV_TILE + r;
 #if WINDOW
@@ -170,10 +206,26 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
             const bool there = p < length;
 #endif
             const size_t block = there ? table[p >> block_shift] : 0;
-            const size_t at = (((block * kv_heads + head) << block_shift) + (p & block_mask)) * HEAD_DIM + c * 8;
+            const size_t at = (((block * kv_heads + head) << block_shift) + (p & block_mask)) * HEAD_DIM + c * (16 / (int)sizeof(Stored));
             copy_async_16(to + r * ROW_BYTES + c * 16, keys + (there ? at : 0), there ? 16 : 0);
             copy_async_16(to + TILE_BYTES + r * ROW_BYTES + c * 16, values + (there ? at : 0), there ? 16 : 0);
         }
+#if KV_BITS == 8
+        // Of 8 positions at once: of those that nobody sees, in the same block, whatever is there.
+        if (threadIdx.x < KV_TILE / 4) {
+            const int r = threadIdx.x % (KV_TILE / 8) * 8, p = tile * KV_TILE + r;
+            const bool is_value = threadIdx.x >= KV_TILE / 8;
+#if WINDOW
+            const bool there = p + 7 >= begin && p < length;
+#else
+            const bool there = p < length;
+#endif
+            const size_t block = there ? table[p >> block_shift] : 0;
+            const size_t at = ((block * kv_heads + head) << block_shift) + (p & block_mask);
+            copy_async_16(to + 2 * TILE_BYTES + (is_value ? SCALE_BYTES : 0) + r * 2, (is_value ? value_scales : key_scales) + (there ? at : 0),
+                          there ? 16 : 0);
+        }
+#endif
         copy_commit();
     };
     const int first_split = WHOLE ? begin_split : begin_split + blockIdx.x;
@@ -186,11 +238,11 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
         const int i = group_row + h * 8, token = first_row + i / G;
         const bool there = i < count * G;
         own_position[h] = there ? positions[token] : -1;
-        query[h] = there ? qkv + (size_t)token * width + (head * G + i % G) * HEAD_DIM + (lane & 3) * 2 : nullptr;
+        query[h] = there ? qkv + (size_t)token * width + (head * G + i % G) * HEAD_DIM + (lane & 3) * KEY_STEP : nullptr;
     }
     u32 qa[STEPS][4];
     UNROLL for (int k = 0; k < STEPS; k++) UNROLL for (int h = 0; h < 2; h++) UNROLL for (int c = 0; c < 2; c++) {
-        const float* q = query[h] + k * 16 + c * 8;
+        const float* q = query[h] + k * 16 + c * KEY_HALF;
         qa[k][h + 2 * c] = query[h] ? floats_to_half2(q[0], q[1]) : 0;
     }
 
@@ -223,10 +275,23 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
                 copy_wait<0>();
             }
             __syncthreads();
-            const u32 k_at = shared_address(shared + stage * 2 * TILE_BYTES), v_at = k_at + TILE_BYTES;
+            const u32 k_at = shared_address(shared + stage * 2 * TILE_AND_SCALES), v_at = k_at + TILE_BYTES;
 
             // Scores: this warp's 16 of the 64 positions.
             float s[2][4] = {};
+#if KV_BITS == 8
+            // Two steps a load. The second of the last may not be there: what is read then is not used.
+            UNROLL for (int k = 0; k < STEPS; k += 2) {
+                u32 b[4];
+                const int r = warp * 16 + (lane & 7) + ((lane >> 4) << 3), c = min(k + ((lane >> 3) & 1), STEPS - 1);
+                load_matrix_4(b, k_at + r * ROW_BYTES + c * 16);
+                UNROLL for (int j = 0; j < 2 && k + j < STEPS; j++) UNROLL for (int n = 0; n < 2; n++)
+                    mma_16x8x16(s[n], qa[k + j], halves_of<0x4140>(b[n * 2 + j]), halves_of<0x4342>(b[n * 2 + j]));
+            }
+            const u32* scale_pairs = (const u32*)(shared + stage * 2 * TILE_AND_SCALES + 2 * TILE_BYTES) + warp * 8 + (lane & 3);
+            UNROLL for (int n = 0; n < 2; n++) UNROLL for (int e = 0; e < 4; e++)
+                s[n][e] = __fmul_rn(s[n][e], half_to_float((u16)(scale_pairs[n * 4] >> (e & 1) * 16)));
+#else
             UNROLL for (int k = 0; k < STEPS; k++) {
                 u32 b[4];
                 const int r = warp * 16 + (lane & 7) + ((lane >> 4) << 3), c = k * 2 + ((lane >> 3) & 1);
@@ -234,6 +299,7 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
                 mma_16x8x16(s[0], qa[k], b[0], b[1]);
                 mma_16x8x16(s[1], qa[k], b[2], b[3]);
             }
+#endif
             float highest[2] = {FAR, FAR};
             UNROLL for (int n = 0; n < 2; n++) UNROLL for (int e = 0; e < 4; e++) {
                 const int p = (tile0 + t) * KV_TILE + warp * 16 + n * 8 + (lane & 3) * 2 + (e & 1);
@@ -264,8 +330,21 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
             }
             UNROLL for (int n = 0; n < 2; n++) {
                 const int column = warp * 8 + n * 4 + (lane & 3);
+#if KV_BITS == 8
+                UNROLL for (int h = 0; h < 2; h++) {
+                    const float* own = s[n] + h * 2;
+                    const float first = weight_of(own[0], m[h]), second = weight_of(own[1], m[h]);
+                    const u32 pair = scale_pairs[SCALE_BYTES / 4 + n * 4];
+                    const float by = __fmul_rn(half_to_float((u16)pair), VALUE_UNIT), by_second = __fmul_rn(half_to_float((u16)(pair >> 16)), VALUE_UNIT);
+                    probabilities[(group_row + h * 8) * 36 + column] = floats_to_half2(first, second);
+                    // Zero times what stands where a row sees nothing may not be zero.
+                    scaled[(group_row + h * 8) * 36 + column] =
+                        floats_to_half2(own[0] == FAR ? 0.f : __fmul_rn(first, by), own[1] == FAR ? 0.f : __fmul_rn(second, by_second));
+                }
+#else
                 probabilities[group_row * 36 + column] = floats_to_half2(weight_of(s[n][0], m[0]), weight_of(s[n][1], m[0]));
                 probabilities[(group_row + 8) * 36 + column] = floats_to_half2(weight_of(s[n][2], m[1]), weight_of(s[n][3], m[1]));
+#endif
             }
             __syncthreads();
             UNROLL for (int e = 0; e < 4; e++) sum[e] = __fmul_rn(sum[e], shrink[e >> 1]);
@@ -274,6 +353,22 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
             UNROLL for (int k = 0; k < 4; k++) UNROLL for (int h = 0; h < 2; h++) UNROLL for (int c = 0; c < 2; c++)
                 pa[k][h + 2 * c] = probabilities[(group_row + h * 8) * 36 + k * 8 + c * 4 + (lane & 3)];
             UNROLL for (int k = 0; k < 4; k++) mma_16x8x16(sum, pa[k], 0x3c003c00u, 0x3c003c00u);
+#if KV_BITS == 8
+            UNROLL for (int k = 0; k < 4; k++) UNROLL for (int h = 0; h < 2; h++) UNROLL for (int c = 0; c < 2; c++)
+                pa[k][h + 2 * c] = scaled[(group_row + h * 8) * 36 + k * 8 + c * 4 + (lane & 3)];
+            // Values: 16 of this warp's channels at a time; one load brings 32 positions of them, two channels an element.
+            UNROLL for (int n = 0; n < OWN_COLUMNS; n += PAIR) {
+                const int column = warp + n / PAIR * 4;
+                if (column < COLUMN_TILES / PAIR) UNROLL for (int half = 0; half < 2; half++) {
+                    u32 b[4];
+                    load_matrix_4_transposed(b, v_at + (half * 32 + lane) * ROW_BYTES + column * 16);
+                    UNROLL for (int j = 0; j < 2; j++) {
+                        mma_16x8x16(o[n], pa[half * 2 + j], halves_of<0x4240>(b[j * 2]), halves_of<0x4240>(b[j * 2 + 1]));
+                        mma_16x8x16(o[n + 1], pa[half * 2 + j], halves_of<0x4341>(b[j * 2]), halves_of<0x4341>(b[j * 2 + 1]));
+                    }
+                }
+            }
+#else
             // Values: this warp's columns, 8 at a time; one load brings 32 positions of them.
             UNROLL for (int n = 0; n < OWN_COLUMNS; n++) {
                 const int column = warp + n * 4;
@@ -284,6 +379,7 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
                     mma_16x8x16(o[n], pa[half * 2 + 1], b[2], b[3]);
                 }
             }
+#endif
             __syncthreads();
         }
         if (alone) {
@@ -299,8 +395,9 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
             const size_t row = ((size_t)(first_row + i / G) * kv_heads + head) * G + i % G;
             float* to = partial + (row * max_splits + split) * (HEAD_DIM + 2);
             UNROLL for (int n = 0; n < OWN_COLUMNS; n++) {
-                const int column = warp + n * 4;
-                if (column < COLUMN_TILES) UNROLL for (int e = 0; e < 2; e++) to[column * 8 + (lane & 3) * 2 + e] = o[n][h * 2 + e];
+                const int column = warp + n / PAIR * 4;
+                if (column < COLUMN_TILES / PAIR) UNROLL for (int e = 0; e < 2; e++)
+                    to[column * (8 * PAIR) + (lane & 3) * (2 * PAIR) + n % PAIR + e * PAIR] = o[n][h * 2 + e];
             }
             if (warp == 0 && (lane & 3) == 0) {
                 to[HEAD_DIM] = m[h];
@@ -314,9 +411,10 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
         __syncthreads();
         float* heads = (float*)shared;  // [16][HEAD_DIM]
         UNROLL for (int h = 0; h < 2; h++) UNROLL for (int n = 0; n < OWN_COLUMNS; n++) {
-            const int column = warp + n * 4;
-            if (column < COLUMN_TILES) UNROLL for (int e = 0; e < 2; e++)
-                heads[(group_row + h * 8) * HEAD_DIM + column * 8 + (lane & 3) * 2 + e] = __fdiv_rn(merged.f[n][h * 2 + e], merged.l[h]);
+            const int column = warp + n / PAIR * 4;
+            if (column < COLUMN_TILES / PAIR) UNROLL for (int e = 0; e < 2; e++)
+                heads[(group_row + h * 8) * HEAD_DIM + column * (8 * PAIR) + (lane & 3) * (2 * PAIR) + n % PAIR + e * PAIR] =
+                    quotient(merged.f[n][h * 2 + e], merged.l[h]);
         }
         __syncthreads();
         for (int i = warp; i < count * G; i += 4) {
@@ -354,20 +452,20 @@ DEVICE void attend(const float* qkv, const u16* keys, const u16* values, const i
                 if (d < HEAD_DIM) F[j] = __fmaf_rn(F[j], keep, __fmul_rn(__ldcg(from + d), add));
             }
         }
-        UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) F[j] = __fdiv_rn(F[j], L);
+        UNROLL for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) F[j] = quotient(F[j], L);
         store_head(result, row, query_heads * HEAD_DIM, head * G + i % G, F);
     }
 }
 
 #define ATTEND(name, WHOLE)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                        \
-        name(const float* qkv, const u16* keys, const u16* values, const int* tiles, const int* positions,               \
+        name(const float* qkv, const Stored* keys, const Stored* values, const int* tiles, const int* positions,         \
              const int* sequences, const int* block_tables, float* partial, u32* arrived, float* rows, u32* fragments,   \
              float* sums, int KB, int table_width, int block_shift, int G, int kv_heads, int max_splits,                 \
-             float scale_log2e WINDOW_PARAMETER CAP_PARAMETER SINKS_PARAMETER) {                                         \
+             float scale_log2e WINDOW_PARAMETER CAP_PARAMETER SINKS_PARAMETER SCALES_PARAMETER) {                        \
         attend<WHOLE>(qkv, keys, values, tiles, positions, sequences, block_tables, partial, arrived,                    \
                       {rows, fragments, sums, KB}, table_width, block_shift, G, kv_heads, max_splits,                    \
-                      scale_log2e WINDOW_ARGUMENT CAP_ARGUMENT SINKS_ARGUMENT);                                          \
+                      scale_log2e WINDOW_ARGUMENT CAP_ARGUMENT SINKS_ARGUMENT SCALES_ARGUMENT);                          \
     }
 ATTEND(attend_rows, true)
 ATTEND(attend_splits, false)

@@ -5,7 +5,11 @@
 //            the walk starts changes no bit.
 //   SOFTCAP  a score s becomes cap * tanh(s / cap); scale_log2e is 2 log2(e) times the scale over the cap.
 //   SINKS    a head's sink is merged before its first split, as a split of sum 1 and values 0.
+//   KV_BITS  16 (halves) or 8 (integers with scales) of the cache.
 
+#ifndef KV_BITS
+#define KV_BITS 16
+#endif
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -35,4 +39,11 @@
 #else
 #define SINKS_PARAMETER
 #define SINKS_ARGUMENT
+#endif
+#if KV_BITS == 8
+#define SCALES_PARAMETER , const u16 *key_scales, const u16 *value_scales
+#define SCALES_ARGUMENT , key_scales, value_scales
+#else
+#define SCALES_PARAMETER
+#define SCALES_ARGUMENT
 #endif

@@ -33,7 +33,7 @@ class AttentionOps(CudaCore):
             (1,),
             1024,
             (rows.positions, rows.sequences, tiles, int32(rows.count), int32(16 // group), int32(rows.count)),
-            HEAD_DIM=cache.layout.head_dim,
+            **cache.defines,
         )
 
     def rope_kv_write(
@@ -75,8 +75,9 @@ class AttentionOps(CudaCore):
                 # No channel turns without a rope.
                 int32(0 if rope is None else 2 * rope.cos.shape[1]),
                 int32(_shift(layout)),
+                *cache.scales(layer),
             ),
-            HEAD_DIM=layout.head_dim,
+            **cache.defines,
             INTERLEAVED=int(rope is not None and rope.interleaved),
             NORMS=int(a_head),
         )
@@ -112,7 +113,7 @@ class AttentionOps(CudaCore):
         seen = min(max_splits, tables.splits_of_window(window)) if window else max_splits
         width = min(seen, max(1, -(-4 * self._processors // (rows.count * layout.num_kv_heads))))
         extra: list[Any] = []
-        defines = {"HEAD_DIM": layout.head_dim}
+        defines = cache.defines
         factor = scale * LOG2_E
         if window:
             extra.append(int32(window))
@@ -150,8 +151,9 @@ class AttentionOps(CudaCore):
                 int32(max_splits),
                 float32(factor),
                 *extra,
+                *cache.scales(layer),
             ),
-            shared=tables.attention_shared_bytes(layout.head_dim),
+            shared=tables.attention_shared_bytes(layout.head_dim, defines.get("KV_BITS", 16)),
             **defines,
         )
         if layout.head_dim % 32:

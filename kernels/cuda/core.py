@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, StepShape
 from shardline.kernels.cuda import entry, tables
-from shardline.kernels.cuda.arrays import Activations, CudaKVCache, new_activations
+from shardline.kernels.cuda.arrays import Activations, new_activations, new_pool
 from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.device import OLDEST_ARCH, class_of
 from shardline.kernels.cuda.memory import DeviceMemory
@@ -108,13 +108,13 @@ class CudaCore(Backend):
         return self._downloads.fetch(source)
 
     def allocate_kv(self, layout: KVLayout) -> KVCache:
-        assert layout.dtype == "float16", f"a CUDA pool is float16, not {layout.dtype}"
+        if layout.dtype not in ("float16", "int8"):
+            raise UnsupportedOperationError(f"keys and values in {layout.dtype} (float16 and int8 are)", "cuda")
         if layout.head_dim % 16 or layout.head_dim > MOST_HEAD_DIM:
             what = f"attention heads of {layout.head_dim} channels (multiples of 16 up to {MOST_HEAD_DIM})"
             raise UnsupportedOperationError(what, "cuda")
-        self._modules.start("attention", HEAD_DIM=layout.head_dim)
-        shape = (layout.num_layers, layout.num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        cache = CudaKVCache(layout, cupy.zeros(shape, cupy.uint16), cupy.zeros(shape, cupy.uint16))
+        cache = new_pool(layout)
+        self._modules.start("attention", **cache.defines)
         self._resident_bytes += cache.nbytes
         return cache
 

@@ -5,10 +5,42 @@
 // Cache [blocks][Hkv][block size][HEAD_DIM]; slot = block * block size + offset. Values beyond half precision are held at its ends.
 // cos, sin [positions][rotary / 2]; INTERLEAVED pairs channels (2i, 2i + 1), else (i, i + rotary / 2).
 //
+// With KV_BITS 8 the cache is int8 with a half scale a head, [blocks][Hkv][block size]: the least s with 127 s >= the head's largest
+// magnitude, at most 512; q = v / s to the nearest, ties to even. A head with a NaN or an infinity has q = 0 and s = NaN.
+//
 // grid (rows, Hq + 2 Hkv); one warp a head. The norm's sum: lane d adds channels d, d + 32, ... ascending, then a fixed tree.
-// Defines: HEAD_DIM up to 256, INTERLEAVED, NORMS.
+// Defines: HEAD_DIM up to 256, INTERLEAVED, NORMS; KV_BITS (16).
+
+#ifndef KV_BITS
+#define KV_BITS 16
+#endif
 
 constexpr int OWN = (HEAD_DIM + 31) / 32;
+
+#if KV_BITS == 8
+#define SCALES_PARAMETER , u16 *key_scales, u16 *value_scales
+typedef u8 Stored;
+
+// Of a head of which each lane has some; 0 elsewhere. As integers magnitudes ascend alike, and a NaN is the largest.
+DEVICE u16 scale_of(const float* v) {
+    u32 largest = 0;
+    UNROLL for (int j = 0; j < OWN; j++) largest = max(largest, __float_as_uint(v[j]) & 0x7fffffffu);
+    largest = __reduce_max_sync(~0u, largest);
+    if (largest >= 0x7f800000u) return 0x7e00;
+    const float magnitude = __uint_as_float(largest);
+    u16 scale = float_to_half(__fdiv_rn(magnitude, 127.f));
+    if (__fmul_rn(half_to_float(scale), 127.f) < magnitude) scale++;
+    return scale < 0x6000 ? scale : 0x6000;
+}
+
+DEVICE u8 integer_of(float v, float scale) {
+    const float q = fminf(fmaxf(__fdiv_rn(v, scale), -127.f), 127.f);
+    return scale > 0.f ? (u8)__float_as_uint(__fadd_rn(q, 12582912.f)) : 0;  // 1.5 * 2^23 leaves the nearest integer in the low bits
+}
+#else
+#define SCALES_PARAMETER
+typedef u16 Stored;
+#endif
 
 DEVICE u16 saturated_half(float v) {
     // Written so that a NaN stays one.
@@ -18,8 +50,8 @@ DEVICE u16 saturated_half(float v) {
 }
 
 extern "C" __global__ void __launch_bounds__(32)
-    rope_kv_write(float* qkv, const int* positions, const int* slots, const float* cos, const float* sin, u16* keys, u16* values,
-                  const float* q_norm, const float* k_norm, float eps, int query_heads, int kv_heads, int rotary, int block_shift) {
+    rope_kv_write(float* qkv, const int* positions, const int* slots, const float* cos, const float* sin, Stored* keys, Stored* values,
+                  const float* q_norm, const float* k_norm, float eps, int query_heads, int kv_heads, int rotary, int block_shift SCALES_PARAMETER) {
     __shared__ float head[HEAD_DIM];
     const int row = blockIdx.x, h = blockIdx.y, lane = threadIdx.x;
     float* at = qkv + ((size_t)row * (query_heads + 2 * kv_heads) + h) * HEAD_DIM;
@@ -63,6 +95,12 @@ extern "C" __global__ void __launch_bounds__(32)
     }
     const int slot = slots[row], kv_head = (h - query_heads) % kv_heads;
     const size_t place = ((((size_t)(slot >> block_shift) * kv_heads + kv_head) << block_shift) + (slot & ((1 << block_shift) - 1)));
-    u16* to = (is_value ? values : keys) + place * HEAD_DIM;
+    Stored* to = (is_value ? values : keys) + place * HEAD_DIM;
+#if KV_BITS == 8
+    const u16 scale = scale_of(v);
+    if (lane == 0) (is_value ? value_scales : key_scales)[place] = scale;
+    UNROLL for (int j = 0; j < OWN; j++) if (j * 32 + lane < HEAD_DIM) to[j * 32 + lane] = integer_of(v[j], half_to_float(scale));
+#else
     UNROLL for (int j = 0; j < OWN; j++) if (j * 32 + lane < HEAD_DIM) to[j * 32 + lane] = saturated_half(v[j]);
+#endif
 }

@@ -152,8 +152,11 @@ MANY_CHANNELS = 32768
 """Beyond these, tiles of 16 tokens in shared memory are faster than those in registers."""
 
 
-def attention_shared_bytes(head_dim: int) -> int:
+def attention_shared_bytes(head_dim: int, kv_bits: int = 16) -> int:
     """Dynamic shared memory of attention.cu's blocks: tiles of 64 keys and values, two in flight where they fit."""
+    if kv_bits == 8:
+        # Rows of an odd number of 16 bytes; a float16 scale a position.
+        return 2 * 2 * 64 * ((head_dim // 16 | 1) * 16 + 2)
     tiles_in_flight = 2 if head_dim <= 128 else 1
     return tiles_in_flight * 2 * 64 * (head_dim * 2 + 16)
 

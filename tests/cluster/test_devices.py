@@ -50,8 +50,8 @@ def specs_of(prepared: Prepared, *, in_process: bool) -> tuple[StageSpec, ...]:
     [
         ({"device": "cuda"}, "device='cuda' is not allowed: give cpu; cuda:N or a list"),
         ({"device": "cuda:0,cuda:0"}, "cuda:0,cuda:1 for GPUs here; or gpu for all of the cluster"),
-        ({"device": "cuda:0", "kv_dtype": "float32"}, "float16 on a GPU"),
-        ({"device": "gpu", "kv_dtype": "float32"}, "float16 on a GPU"),
+        ({"device": "cuda:0", "kv_dtype": "float32"}, "float16 or int8 on a GPU"),
+        ({"device": "gpu", "kv_dtype": "float32"}, "float16 or int8 on a GPU"),
         ({"device": "gpu", "memory": (GIB,)}, "give --gpu-memory instead"),
         ({"device": "cuda:0", "stages": 2, "memory": (GIB, GIB)}, "give --gpu-memory instead"),
         ({"device": "cuda:0", "memory": (GIB,)}, "give --gpu-memory instead"),

@@ -12,6 +12,8 @@ import pytest
 from shardline.kernels import KVLayout, RopeTable, Rows
 
 pytestmark = pytest.mark.gpu
+DTYPES = ["float16", "int8"]
+Quantize = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 # Head dim, query heads a KV head, KV heads, tokens.
 SHAPES = [(64, 3, 3, 1300), (80, 1, 2, 600), (96, 4, 2, 600), (128, 4, 2, 1400), (128, 7, 1, 700), (256, 16, 1, 600)]
 COUNTS = [*range(1, 66), 255, 256, 257, 511, 512, 513]
@@ -76,16 +78,24 @@ class Sequences:
 
 
 def make(
-    cuda: Any, head_dim: int, group: int, kv_heads: int, lengths: list[int], block_size: int, seed: int = 0
+    cuda: Any,
+    head_dim: int,
+    group: int,
+    kv_heads: int,
+    lengths: list[int],
+    block_size: int,
+    seed: int = 0,
+    dtype: str = "float16",
 ) -> Sequences:
     """Fill a pool through rope_kv_write that turns by nothing."""
     rng = np.random.default_rng([seed, head_dim, group])
     width = -(-max(lengths) // block_size)
-    layout = KVLayout(1, width * len(lengths) + 3, block_size, kv_heads, head_dim, "float16")
+    layout = KVLayout(1, width * len(lengths) + 3, block_size, kv_heads, head_dim, dtype)
     cache = cuda.allocate_kv(layout)
     with cuda._stream:
-        cache.keys.fill(0x7E00)  # NaN wherever nothing was written: it must never be read
-        cache.values.fill(0x7E00)
+        # NaN wherever nothing was written: it must never be read.
+        for array in (cache.keys, cache.values) if dtype == "float16" else (cache.key_scales, cache.value_scales):
+            array.fill(0x7E00)
     blocks = np.random.default_rng([seed, block_size]).permutation(layout.num_blocks)
     tables = blocks[: width * len(lengths)].reshape(len(lengths), width).astype(np.int32)
     rope = RopeTable(
@@ -104,10 +114,13 @@ def make(
     return Sequences(cuda, all_qkv, cache, tables, head_dim, group, kv_heads)
 
 
-def reference(sequences: Sequences, rows: np.ndarray) -> np.ndarray:
-    """float64 [rows, Hq * D] of the first sequence, of queries, keys and values in halves."""
+def reference(sequences: Sequences, rows: np.ndarray, quantized: Quantize) -> np.ndarray:
+    """float64 [rows, Hq * D] of the first sequence, of queries in halves, and keys and values as the pool has them."""
     qkv, head_dim, group, kv_heads = sequences.qkv[0], sequences.head_dim, sequences.group, sequences.kv_heads
     halves = qkv.astype(np.float16).astype(np.float64).reshape(len(qkv), -1, head_dim)
+    if sequences.cache.layout.dtype == "int8":
+        q, scale = quantized(qkv.reshape(halves.shape)[:, group * kv_heads :])
+        halves[:, group * kv_heads :] = q * scale.astype(np.float64)[..., None]
     out = np.empty((len(rows), group * kv_heads, head_dim))
     for place, p in enumerate(rows):
         first = max(p - sequences.window + 1, 0) if sequences.window else 0
@@ -135,24 +148,28 @@ def way(request: pytest.FixtureRequest, cuda: Any, monkeypatch: pytest.MonkeyPat
     return way
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads", "length"), SHAPES)
-def test_against_float64(cuda: Any, way: str, head_dim: int, group: int, kv_heads: int, length: int) -> None:
-    sequences = make(cuda, head_dim, group, kv_heads, [length], 16)
+def test_against_float64(
+    cuda: Any, way: str, quantized: Quantize, head_dim: int, group: int, kv_heads: int, length: int, dtype: str
+) -> None:
+    sequences = make(cuda, head_dim, group, kv_heads, [length], 16, dtype=dtype)
     got = sequences.attend([(0, 0, length)])
     rows = np.unique([0, 1, 62, 63, 64, 65, 255, 256, 257, 511, 512, length - 1])
-    wanted = reference(sequences, rows)
+    wanted = reference(sequences, rows, quantized)
     # Probabilities and the result are rounded to halves.
     largest = np.abs(sequences.qkv[0]).max()
     assert (np.abs(got[rows] - wanted) <= 2.0**-11 * largest + np.abs(wanted) * 2.0**-11).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads", "length"), SHAPES)
 def test_decode_is_whole_is_any_chunks(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, kv_heads: int, length: int
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, kv_heads: int, length: int, dtype: str
 ) -> None:
     expected = None
     for block_size in (8, 64, 256):
-        sequences = make(cuda, head_dim, group, kv_heads, [length], block_size)
+        sequences = make(cuda, head_dim, group, kv_heads, [length], block_size, dtype=dtype)
         for processors in (0, 10**5, 132, 20):
             monkeypatch.setattr(cuda, "_processors", processors)
             whole = sequences.attend([(0, 0, length)])
@@ -167,9 +184,10 @@ def test_decode_is_whole_is_any_chunks(
                 assert np.array_equal(sequences.attend([(0, row, row + 1)])[0], expected[row]), (processors, row)
 
 
-def test_a_row_is_the_same_in_any_company(cuda: Any, way: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_in_any_company(cuda: Any, way: str, dtype: str) -> None:
     lengths = [1, 5, 63, 64, 65, 130, 255, 256, 257, 300, 511, 513, 700, 1100]
-    sequences = make(cuda, 128, 4, 2, lengths, 16)
+    sequences = make(cuda, 128, 4, 2, lengths, 16, dtype=dtype)
     alone = [sequences.attend([(s, 0, length)]) for s, length in enumerate(lengths)]
     rng = np.random.default_rng(1)
     for count in COUNTS:
@@ -183,21 +201,31 @@ def test_a_row_is_the_same_in_any_company(cuda: Any, way: str) -> None:
         assert np.array_equal(got, np.concatenate([alone[s][first:end] for s, first, end in runs])), count
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads", "length", "kind"), KINDS)
 def test_kinds_against_float64(
-    cuda: Any, way: str, head_dim: int, group: int, kv_heads: int, length: int, kind: dict[str, Any]
+    cuda: Any,
+    way: str,
+    quantized: Quantize,
+    head_dim: int,
+    group: int,
+    kv_heads: int,
+    length: int,
+    kind: dict[str, Any],
+    dtype: str,
 ) -> None:
-    sequences = make(cuda, head_dim, group, kv_heads, [length], 16).of(kind)
+    sequences = make(cuda, head_dim, group, kv_heads, [length], 16, dtype=dtype).of(kind)
     got = sequences.attend([(0, 0, length)])
     borders = {0, 1, 62, 63, 64, 65, 127, 128, 129, 255, 256, 257, 299, 300, 301, 511, 512, 513, 514, length - 1}
     rows = np.array(sorted(row for row in borders if row < length))
-    wanted = reference(sequences, rows)
+    wanted = reference(sequences, rows, quantized)
     largest = np.abs(sequences.qkv[0]).max()
     assert (np.abs(got[rows] - wanted) <= 2.0**-11 * largest + np.abs(wanted) * 2.0**-11).all()
     plain = replace(sequences, window=0, softcap=0.0, sinks=None).attend([(0, 0, length)])
     assert not np.array_equal(got, plain)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads", "length", "kind"), KINDS)
 def test_kinds_decode_is_whole_is_any_chunks(
     cuda: Any,
@@ -207,10 +235,11 @@ def test_kinds_decode_is_whole_is_any_chunks(
     kv_heads: int,
     length: int,
     kind: dict[str, Any],
+    dtype: str,
 ) -> None:
     expected = None
     for block_size in (8, 64):
-        sequences = make(cuda, head_dim, group, kv_heads, [length], block_size).of(kind)
+        sequences = make(cuda, head_dim, group, kv_heads, [length], block_size, dtype=dtype).of(kind)
         for processors in (0, 10**5, 20):
             monkeypatch.setattr(cuda, "_processors", processors)
             whole = sequences.attend([(0, 0, length)])
@@ -226,27 +255,30 @@ def test_kinds_decode_is_whole_is_any_chunks(
                     assert np.array_equal(got, expected[row]), (block_size, processors, row)
 
 
-def test_nothing_before_the_window_is_read(cuda: Any, way: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_before_the_window_is_read(cuda: Any, way: str, dtype: str) -> None:
     """Neither the keys and values there, which are NaN, nor the table, which names no block of the pool."""
     for window, first in ((64, 400), (128, 255), (300, 599)):
-        sequences = make(cuda, 128, 4, 2, [700], 16).of({"window": window})
+        sequences = make(cuda, 128, 4, 2, [700], 16, dtype=dtype).of({"window": window})
         runs = [(0, first, 700)]
         expected = sequences.attend(runs)
         gone = (first - window + 1) // 16
         blocks = sequences.tables[0, :gone]
-        keys, values = (cuda.read(array) for array in (sequences.cache.keys, sequences.cache.values))
-        keys[:, blocks], values[:, blocks] = 0x7E00, 0x7E00
-        cuda.write(sequences.cache.keys, keys)
-        cuda.write(sequences.cache.values, values)
+        cache = sequences.cache
+        for array in (cache.keys, cache.values) if dtype == "float16" else (cache.key_scales, cache.value_scales):
+            held = cuda.read(array)
+            held[:, blocks] = 0x7E00
+            cuda.write(array, held)
         sequences.tables[0, :gone] = 1 << 30
         assert np.array_equal(sequences.attend(runs), expected)
         rows = [sequences.attend([(0, row, row + 1)])[0] for row in range(first, 700)]
         assert np.array_equal(np.stack(rows), expected)
 
 
-def test_windowed_rows_are_the_same_in_any_company(cuda: Any, way: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windowed_rows_are_the_same_in_any_company(cuda: Any, way: str, dtype: str) -> None:
     lengths = [1, 63, 64, 130, 256, 257, 300, 511, 700, 1100]
-    sequences = make(cuda, 64, 8, 2, lengths, 16).of({"window": 200, "sinks": True})
+    sequences = make(cuda, 64, 8, 2, lengths, 16, dtype=dtype).of({"window": 200, "sinks": True})
     alone = [sequences.attend([(s, 0, length)]) for s, length in enumerate(lengths)]
     rng = np.random.default_rng(2)
     for count in COUNTS:
@@ -259,8 +291,32 @@ def test_windowed_rows_are_the_same_in_any_company(cuda: Any, way: str) -> None:
         assert np.array_equal(got, np.concatenate([alone[s][first:end] for s, first, end in runs])), count
 
 
-def test_nan_stays_in_its_row_and_its_sequence(cuda: Any, way: str) -> None:
-    sequences = make(cuda, 128, 4, 2, [300, 300], 16)
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_a_position_of_eight_bits_that_is_not_finite_reaches_those_alone_that_see_it(
+    cuda: Any, way: str, part: str, window: int
+) -> None:
+    """Not even the rows before it in its tile."""
+    clean = make(cuda, 64, 3, 2, [300], 16, dtype="int8").of({"window": window})
+    expected = clean.attend([(0, 0, 300)])
+    for position in (3, 70, 255, 256):
+        dirty = make(cuda, 64, 3, 2, [300], 16, dtype="int8").of({"window": window})
+        place, offset = dirty.tables[0, position // 16], position % 16
+        scales = dirty.cache.key_scales if part == "key" else dirty.cache.value_scales
+        held = cuda.read(scales)
+        held[0, place, 1, offset] = 0x7E00
+        cuda.write(scales, held)
+        end = min(position + window, 300) if window else 300
+        wanted = expected.copy()
+        wanted[position:end, 3 * 64 :] = np.nan  # the query heads of the second KV head
+        for chunk in (1, 7, 300):
+            runs = [dirty.attend([(0, at, min(at + chunk, 300))]) for at in range(0, 300, chunk)]
+            assert np.array_equal(np.concatenate(runs), wanted, equal_nan=True), (position, chunk)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_stays_in_its_row_and_its_sequence(cuda: Any, way: str, dtype: str) -> None:
+    sequences = make(cuda, 128, 4, 2, [300, 300], 16, dtype=dtype)
     expected = [sequences.attend([(s, 0, 300)]) for s in range(2)]
     sequences.qkv[0][130, 200] = np.nan
     got = sequences.attend([(0, 0, 300), (1, 0, 300)])
@@ -270,8 +326,9 @@ def test_nan_stays_in_its_row_and_its_sequence(cuda: Any, way: str) -> None:
     assert np.array_equal(got, np.concatenate(expected))
 
 
-def test_replay_is_eager_a_hundred_times(cuda: Any, poisoned: Callable[..., Any]) -> None:
-    sequences = make(cuda, 128, 4, 8, [1000, 700, 30], 16)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_replay_is_eager_a_hundred_times(cuda: Any, poisoned: Callable[..., Any], dtype: str) -> None:
+    sequences = make(cuda, 128, 4, 8, [1000, 700, 30], 16, dtype=dtype)
     upload = cuda.upload
     positions = np.array([999, 650, 3], np.int32)
     rows = Rows(3, upload(positions), upload(positions), upload(np.arange(3, dtype=np.int32)), upload(sequences.tables))
@@ -287,5 +344,5 @@ def test_replay_is_eager_a_hundred_times(cuda: Any, poisoned: Callable[..., Any]
     for _ in range(100):
         with cuda._stream:
             out.fragments.fill(0x7E557E55)
-        cuda.replay("replayed attention", issue)
+        cuda.replay(("replayed attention", dtype), issue)
         assert np.array_equal(cuda.read(out), eager)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardline.kernels import KVLayout, RopeTable, Rows
+from shardline.kernels import KVLayout, RopeTable, Rows, UnsupportedOperationError
 
 pytestmark = pytest.mark.gpu
 COUNTS = [*range(1, 66), 255, 256, 257, 511, 512, 513]
@@ -278,3 +278,94 @@ def test_turned_and_written(
         assert (np.abs(by_slot[slots] - wanted) <= np.abs(wanted) * 2.0**-11 + 3e-6).all()
         untouched = np.setdiff1d(np.arange(512), slots)
         assert (by_slot[untouched] == 0).all()
+
+
+def int8_pool(cuda: Any, cache: Any, layer: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(integers, scales) of keys and of values: [slots, Hkv, D] and [slots, Hkv]."""
+    slots, heads, dim = cache.layout.num_blocks * cache.layout.block_size, *cache.keys.shape[2::2]
+    pairs = ((cache.keys, cache.key_scales), (cache.values, cache.value_scales))
+    return [
+        (
+            cuda.read(stored)[layer].view(np.int8).transpose(0, 2, 1, 3).reshape(slots, heads, dim),
+            cuda.read(scales)[layer].view(np.float16).transpose(0, 2, 1).reshape(slots, heads),
+        )
+        for stored, scales in pairs
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [8, 64])
+def test_int8_holds_each_head_by_its_definition_at_its_slot_and_nowhere_else(
+    cuda: Any,
+    quantized: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+    head_dim: int,
+    block_size: int,
+) -> None:
+    rng = np.random.default_rng([20, head_dim])
+    count, query_heads, kv_heads = 37, 6, 2
+    # Heads from below the least half to beyond the largest.
+    heads = rng.standard_normal((count, query_heads + 2 * kv_heads, head_dim))
+    heads *= 10.0 ** rng.uniform(-12, 6, (*heads.shape[:2], 1))
+    heads[5, 6], heads[6, 8, 3], heads[7, 9, 5], heads[8, 7, :2] = 0, np.nan, -np.inf, [1e9, -1e9]
+    heads[9, 9, :8] = [127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 125.5]
+    heads[9, 9, 8:] = 0
+    heads = heads.astype(np.float32)
+    cache = cuda.allocate_kv(KVLayout(2, 320 // block_size, block_size, kv_heads, head_dim, "int8"))
+    slots = rng.permutation(320)[:count].astype(np.int32)
+
+    def write(chosen: np.ndarray) -> None:
+        numbers, zeros = cuda.upload(slots[chosen]), cuda.upload(np.zeros(len(chosen), np.int32))
+        rows = Rows(len(chosen), numbers, numbers, zeros, zeros.reshape(1, -1))
+        cuda.rope_kv_write(cuda.upload(heads[chosen].reshape(len(chosen), -1)), rows, None, cache, 1)
+
+    write(np.arange(count))
+    pool = int8_pool(cuda, cache, 1)
+    others = np.setdiff1d(np.arange(320), slots)
+    for part, (q, scale) in enumerate(pool):
+        expected = quantized(heads[:, query_heads + part * kv_heads :][:, :kv_heads])
+        assert np.array_equal(q[slots], expected[0])
+        assert np.array_equal(scale[slots], expected[1], equal_nan=True)
+        assert not q[others].any()
+        assert not scale[others].any()
+    assert not any(array.any() for pair in int8_pool(cuda, cache, 0) for array in pair)
+    for size in (1, 2, 9, 33):
+        write(rng.permutation(count)[:size])
+        for (q, scale), (again, scale_again) in zip(pool, int8_pool(cuda, cache, 1), strict=True):
+            assert np.array_equal(q, again)
+            assert np.array_equal(scale, scale_again, equal_nan=True)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary", "interleaved"), [(64, 64, True), (80, 32, False), (128, 128, False)])
+def test_int8_keys_are_those_that_are_turned(cuda: Any, head_dim: int, rotary: int, interleaved: bool) -> None:
+    rng = np.random.default_rng([21, head_dim])
+    count, kv_heads = 37, 2
+    qkv = rng.standard_normal((count, 10 * head_dim)).astype(np.float32)
+    angles = rng.uniform(0, 6, (count, rotary // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    rope = RopeTable(cuda.upload(cos), cuda.upload(sin), interleaved)
+    numbers = cuda.upload(np.arange(count, dtype=np.int32))
+    rows = Rows(count, numbers, numbers, numbers, numbers.reshape(1, -1))
+    norms = {name: cuda.upload(rng.uniform(0.5, 2, head_dim).astype(np.float32)) for name in ("q_norm", "k_norm")}
+    for given in ({}, norms | {"eps": 1e-6}):
+        pools = []
+        for dtype in ("float16", "int8"):
+            cache = cuda.allocate_kv(KVLayout(1, 4, 16, kv_heads, head_dim, dtype))
+            cuda.rope_kv_write(cuda.upload(qkv), rows, rope, cache, 0, **given)
+            pools.append(cache)
+        halves = cuda.read(pools[0].keys)[0].view(np.float16).transpose(0, 2, 1, 3).reshape(64, kv_heads, head_dim)
+        q, scale = int8_pool(cuda, pools[1], 0)[0]
+        step = scale.astype(np.float64)[..., None]
+        # Half a step, and what the half was rounded by.
+        assert (np.abs(q * step - halves) <= 0.5001 * step + np.abs(halves) * 2.0**-11)[:count].all()
+        assert (np.abs(q[:count]).max(axis=2) == 127).all()
+
+
+def test_a_pool_in_float32_is_refused_by_name(cuda: Any) -> None:
+    with pytest.raises(UnsupportedOperationError, match=r"keys and values in float32.*cuda"):
+        cuda.allocate_kv(KVLayout(1, 4, 16, 2, 64, "float32"))
+    for dtype in ("float16", "int8"):
+        for head_dim in (72, 272):
+            with pytest.raises(UnsupportedOperationError, match=f"heads of {head_dim} channels"):
+                cuda.allocate_kv(KVLayout(1, 4, 16, 2, head_dim, dtype))
+        cache = cuda.allocate_kv(KVLayout(3, 4, 16, 2, 64, dtype))
+        assert cache.nbytes == cache.layout.nbytes

@@ -20,7 +20,14 @@ PROMPTS = ("short", "long", "scripts", "code")
 class Row:
     """Stages of one model in a row on one GPU, and plans for them."""
 
-    def __init__(self, path: Path, cuts: tuple[int, ...] = (), block_size: int = 16, max_rows: int = 1024) -> None:
+    def __init__(
+        self,
+        path: Path,
+        cuts: tuple[int, ...] = (),
+        block_size: int = 16,
+        max_rows: int = 1024,
+        kv_dtype: str = "float16",
+    ) -> None:
         from shardline.kernels.cuda.backend import CudaBackend
 
         checkpoint = open_checkpoint(path)
@@ -37,7 +44,7 @@ class Row:
                     has_head=index == len(cuts),
                     num_blocks=64 * self.blocks_a_sequence,
                     block_size=block_size,
-                    kv_dtype="float16",
+                    kv_dtype=kv_dtype,
                     max_step_tokens=max_rows,
                     max_sequences=64,
                     max_context=1024,
@@ -146,6 +153,23 @@ def test_splits_and_blocks_change_no_bit(
     token_ids = kept["code.token_ids"].tolist()
     expected = whole(row, token_ids)
     assert np.array_equal(whole(Row(smollm2, cuts, block_size), token_ids), expected)
+
+
+@pytest.mark.parametrize("cuts", [(), (3, 29)])
+def test_eight_bits_change_little_and_chunks_and_blocks_no_bit(
+    smollm2: Path, row: Row, kept: dict[str, np.ndarray], cuts: tuple[int, ...]
+) -> None:
+    token_ids = kept["long.token_ids"].tolist()
+    ours = Row(smollm2, cuts, kv_dtype="int8")
+    expected = whole(ours, token_ids)
+    halves, eighths = (x - np.logaddexp.reduce(x, axis=1)[:, None] for x in (whole(row, token_ids), expected))
+    divergence = (np.exp(halves.astype(np.float64)) * (halves - eighths)).sum(axis=1)
+    assert 1e-6 < divergence.mean() < 5e-3
+    for chunk, block_size in ((7, 8), (64, 64), (1, 16)):
+        other = Row(smollm2, cuts, block_size, kv_dtype="int8")
+        end = 90 if chunk == 1 else len(token_ids)
+        got = [other.logits({5: token_ids[at : min(at + chunk, end)]}) for at in range(0, end, chunk)]
+        assert np.array_equal(np.concatenate(got), expected[:end]), (chunk, block_size)
 
 
 def test_sampling_repeats(row: Row, kept: dict[str, np.ndarray]) -> None:

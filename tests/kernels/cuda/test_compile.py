@@ -62,6 +62,10 @@ ATTENTION = [
     {"HEAD_DIM": 128, "WINDOW": 1, "SOFTCAP": 1, "SINKS": 1},
     {"HEAD_DIM": 256, "SOFTCAP": 1},
     {"HEAD_DIM": 256, "WINDOW": 1, "SOFTCAP": 1},
+    *({"HEAD_DIM": head_dim, "KV_BITS": 8} for head_dim in (16, 64, 80, 96, 128, 256)),
+    {"HEAD_DIM": 64, "WINDOW": 1, "SINKS": 1, "KV_BITS": 8},
+    {"HEAD_DIM": 128, "WINDOW": 1, "SOFTCAP": 1, "SINKS": 1, "KV_BITS": 8},
+    {"HEAD_DIM": 256, "WINDOW": 1, "SOFTCAP": 1, "KV_BITS": 8},
 ]
 OTHERS = [
     *(("activation", {"THREADS": threads}) for threads in (256, 1024)),
@@ -83,6 +87,8 @@ OTHERS = [
     ("rope_kv_write", {"HEAD_DIM": 80, "INTERLEAVED": 0, "NORMS": 0}),
     ("rope_kv_write", {"HEAD_DIM": 128, "INTERLEAVED": 0, "NORMS": 1}),
     ("rope_kv_write", {"HEAD_DIM": 256, "INTERLEAVED": 0, "NORMS": 1}),
+    ("rope_kv_write", {"HEAD_DIM": 80, "INTERLEAVED": 1, "NORMS": 0, "KV_BITS": 8}),
+    ("rope_kv_write", {"HEAD_DIM": 256, "INTERLEAVED": 0, "NORMS": 1, "KV_BITS": 8}),
 ]
 CASES = [
     (file, defines, arch)
@@ -160,7 +166,8 @@ def test_compiles_without_spills(
         wanted = {v.name for vs in tables.STAGED.values() for v in vs if v.gated or not defines["IS_GATED"]}
         dynamic = dict.fromkeys(wanted, tables.SHARED_LIMIT // 2 - tables.STAGED_STATIC)
     elif file == "attention":
-        dynamic = dict.fromkeys(("attend_rows", "attend_splits"), tables.attention_shared_bytes(defines["HEAD_DIM"]))
+        size = tables.attention_shared_bytes(defines["HEAD_DIM"], defines.get("KV_BITS", 16))
+        dynamic = dict.fromkeys(("attend_rows", "attend_splits"), size)
     elif file == "route":
         dynamic = {variant.name: variant.shared_bytes for variant in (tables.ROUTE_ONE, *tables.ROUTE)}
     elif file == "dispatch":
