@@ -141,8 +141,8 @@ DEVICE void staged_tokens(const Weights& weights, const Source& source, Output o
         staged_tokens<MI, S, WN, PF>({w, scale, minimum}, SOURCE_OF, OUTPUT, tiles, KB);                                   \
     }
 
-// Names say channels and slices; `tables.py` picks one. Scales of groups of 16 take many registers.
-constexpr int AHEAD = GROUP == 16 ? DEEP / 2 : DEEP;
+// Names say channels and slices; `tables.py` picks one. Scales of small groups take many registers.
+constexpr int AHEAD = GROUP == 16 || GROUP == 64 && HAS_MIN ? DEEP / 2 : DEEP;
 STAGED(staged_64_s1, 2, 1, 2, AHEAD / 2, 4)
 STAGED(staged_32_s4, 1, 4, 2, AHEAD, 2)
 STAGED(staged_64_s4, 2, 4, 2, AHEAD / 2, 2)
