@@ -3,11 +3,16 @@
 One `StepPlan` goes to every stage, in the same order on each; one `StepResult` comes back from the last stage. A plan
 says only what changed: a stage keeps the block table of each sequence it knows, and the last stage its sampling
 parameters and its tokens.
+
+What a step has hundreds of is a named tuple: as frozen as a dataclass, and made in a fifth of the time. Plans and
+results pickle by columns, one tuple of numbers a field, for the same reason.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from shardline.scheduler.params import SamplingParams
 
@@ -31,8 +36,7 @@ class SequenceStart:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceRun:
+class SequenceRun(NamedTuple):
     """The tokens of one sequence that run in this step.
 
     Attributes:
@@ -71,9 +75,18 @@ class StepPlan:
         """Rows of this step."""
         return sum(len(run.token_ids) for run in self.runs)
 
+    def __reduce__(self) -> tuple[Callable[..., StepPlan], tuple[Any, ...]]:
+        return plan_of_columns, (self.step_id, self.forget, self.starts, *zip(*self.runs, strict=True))
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+
+def plan_of_columns(
+    step_id: int, forget: tuple[int, ...], starts: tuple[SequenceStart, ...], *columns: tuple[Any, ...]
+) -> StepPlan:
+    """A plan from its runs' fields, one tuple each: how it pickles."""
+    return StepPlan(step_id, forget, starts, tuple(map(SequenceRun._make, zip(*columns, strict=True))))
+
+
+class SampledToken(NamedTuple):
     """One token that the last stage chose.
 
     Attributes:
@@ -100,3 +113,11 @@ class StepResult:
 
     step_id: int
     tokens: tuple[SampledToken, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., StepResult], tuple[Any, ...]]:
+        return result_of_columns, (self.step_id, *zip(*self.tokens, strict=True))
+
+
+def result_of_columns(step_id: int, *columns: tuple[Any, ...]) -> StepResult:
+    """A result from its tokens' fields, one tuple each: how it pickles."""
+    return StepResult(step_id, tuple(map(SampledToken._make, zip(*columns, strict=True))))

@@ -11,6 +11,7 @@ import io
 import json
 import pickle
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardline.cluster.errors import TransportError
 from shardline.scheduler.params import SamplingParams
-from shardline.scheduler.plan import SampledToken, SequenceRun, SequenceStart, StepPlan, StepResult
+from shardline.scheduler.plan import SequenceStart, StepPlan, StepResult, plan_of_columns, result_of_columns
 
 _MAGIC = b"SLfr"
 _HEADER = struct.Struct("<4sB3xIQIII")
@@ -142,17 +143,17 @@ def encode_message(message: StepPlan | StepResult | StageFailure) -> bytes:
     return pickle.dumps(message, protocol=5)
 
 
-# A plan is a tree of these and of builtin scalars, strings and tuples; anything else in the bytes is refused.
-_CLASSES = {
-    (cls.__module__, cls.__qualname__): cls
-    for cls in (SamplingParams, SequenceStart, SequenceRun, StepPlan, SampledToken, StepResult)
+# A message is a tree of what these make and of builtin scalars, strings and tuples; anything else in it is refused.
+_MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
+    (make.__module__, make.__qualname__): make
+    for make in (SamplingParams, SequenceStart, plan_of_columns, result_of_columns)
 }
 
 
 class _MessageUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         try:
-            return _CLASSES[module_name, global_name]
+            return _MAKERS[module_name, global_name]
         except KeyError:
             raise TransportError(f"a message names {module_name}.{global_name}, which no message has") from None
 

@@ -46,7 +46,14 @@ from shardline.cluster.wire.transport import (
     connect,
 )
 from shardline.scheduler import SamplingParams
-from shardline.scheduler.plan import SampledToken, SequenceRun, SequenceStart, StepPlan, StepResult
+from shardline.scheduler.plan import (
+    SampledToken,
+    SequenceRun,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+    plan_of_columns,
+)
 from shardline.stage.errors import PlanError
 from shardline.stage.stage import StepOutput
 
@@ -369,6 +376,16 @@ def test_messages_come_back_equal():
     assert decode_failure(encode_message(failure)) == failure
 
 
+class _Columns:
+    """The columns of a plan's runs, right or wrong."""
+
+    def __init__(self, *columns: tuple[object, ...]) -> None:
+        self.columns = columns
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return plan_of_columns, (1, (), (), *self.columns)
+
+
 def test_a_long_failure_is_shortened_in_the_middle():
     failure = decode_failure(encode_message(StageFailure(0, "E" * 1000, "a" * 10**6 + "the end", False)))
     assert len(failure.text) < MAX_FAILURE_TEXT + 10
@@ -382,6 +399,8 @@ def test_a_long_failure_is_shortened_in_the_middle():
         (pickle.dumps((1, 2)), "is a tuple, not a StepPlan"),
         (encode_message(StepResult(1, ())), "is a StepResult, not a StepPlan"),
         (encode_message(plan_of(1))[:-10], "cannot be decoded"),
+        (pickle.dumps(_Columns((1, 2), (0, 0))), "cannot be decoded"),
+        (pickle.dumps(_Columns((1, 2), (0, 0), ((5,), (6,)), ((), ()), (True,))), "cannot be decoded"),
         (b"", "cannot be decoded"),
     ],
 )
