@@ -79,13 +79,13 @@ def token(token_id: int, logprob: float | None = None, top: tuple[tuple[int, flo
 
 def test_a_difference_is_found_at_its_first_bit() -> None:
     a = [token(1, -0.5), token(2, -0.25, ((2, -0.25), (7, -1.5)))]
-    assert first_difference(0, a, [replace(t, seq_id=9) for t in a]) is None
+    assert first_difference(0, a, [t._replace(seq_id=9) for t in a]) is None
     for wrong in (
-        [a[0], replace(a[1], token_id=3)],
-        [a[0], replace(a[1], logprob=float(np.nextafter(-0.25, 0)))],
-        [a[0], replace(a[1], logprob=None)],
-        [a[0], replace(a[1], top_logprobs=((2, -0.25), (7, float(np.nextafter(-1.5, 0)))))],
-        [a[0], replace(a[1], top_logprobs=((2, -0.25),))],
+        [a[0], a[1]._replace(token_id=3)],
+        [a[0], a[1]._replace(logprob=float(np.nextafter(-0.25, 0)))],
+        [a[0], a[1]._replace(logprob=None)],
+        [a[0], a[1]._replace(top_logprobs=((2, -0.25), (7, float(np.nextafter(-1.5, 0)))))],
+        [a[0], a[1]._replace(top_logprobs=((2, -0.25),))],
         [a[0]],
         [*a, a[0]],
     ):
