@@ -270,7 +270,12 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
     float* sums = (float*)(stages + STAGES * STAGE) + threadIdx.x;  // [VALUES][THREADS]
     float* last_sums = (float*)stages + threadIdx.x;                // the same, of a cluster's last slice a block
     static_assert(STAGES * STAGE * 4 >= VALUES * THREADS, "the last sums take the place of the stages");
-    const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0), wc = warp % WC, wt = WT == 1 ? 0 : warp / WC;
+#if WARPGROUPS
+    const int warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0);  // the compiler then knows it to be one number
+#else
+    const int warp = threadIdx.x >> 5;
+#endif
+    const int lane = threadIdx.x & 31, wc = warp % WC, wt = WT == 1 ? 0 : warp / WC;
     const int tile0 = blockIdx.x * TILES, token_tile0 = EXPERTS ? 0 : blockIdx.y * TOKEN_TILES, groups = KB * 64 / GROUP;
     const int tile = min(tile0 + wc * MI, tiles - MI);
     const int first_slice = SPLIT ? blockIdx.z * S / gridDim.z : 0, end_slice = SPLIT ? (blockIdx.z + 1) * S / gridDim.z : S;
@@ -279,32 +284,41 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
 
     // Where this thread's vectors of block 0 lie, in vectors: 32 bits reach 64 GB.
     constexpr int W_COPIES = (W_VECTORS + THREADS - 1) / THREADS, X_COPIES = (X_VECTORS + THREADS - 1) / THREADS;
-    u32 w_at[W_COPIES], x_at[X_COPIES];
-    UNROLL for (int i = 0; i < W_COPIES; i++) {
+    auto w_of = [&](int i) {
         const int id = threadIdx.x + i * THREADS;
-        w_at[i] = (u32)min(tile0 + id / (VECTORS * 32), tiles - 1) * KB * (VECTORS * 32) + id % (VECTORS * 32);
-    }
-    UNROLL for (int i = 0; i < X_COPIES; i++) {
+        return (u32)min(tile0 + id / (VECTORS * 32), tiles - 1) * KB * (VECTORS * 32) + id % (VECTORS * 32);
+    };
+    auto x_of = [&](int i) {
         const int id = threadIdx.x + i * THREADS;
 #if EXPERTS
-        x_at[i] = X_VECTORS % THREADS == 0 || id < X_VECTORS ? o.places[(id >> 6) * 8 + (id & 7)] + (id & 56) : 0;
+        return X_VECTORS % THREADS == 0 || id < X_VECTORS ? o.places[(id >> 6) * 8 + (id & 7)] + (id & 56) : 0;
 #else
-        x_at[i] = (u32)(token_tile0 + (id >> 6)) * KB * 64 + (id & 63);
+        return (u32)(token_tile0 + (id >> 6)) * KB * 64 + (id & 63);
 #endif
-    }
+    };
+#if WARPGROUPS  // elsewhere registers are short
+    u32 w_at[W_COPIES], x_at[X_COPIES];
+    UNROLL for (int i = 0; i < W_COPIES; i++) w_at[i] = w_of(i);
+    UNROLL for (int i = 0; i < X_COPIES; i++) x_at[i] = x_of(i);
+    auto w_from = [&](int i) { return w_at[i]; };
+    auto x_from = [&](int i) { return x_at[i]; };
+#else
+    auto w_from = w_of;
+    auto x_from = x_of;
+#endif
     auto load_w = [&](int stage, int block) {
         if (block >= end) return;
         const u32 to = shared_address(stages + stage * STAGE + X_VECTORS) + threadIdx.x * 16;
         UNROLL for (int i = 0; i < W_COPIES; i++)
             if (W_VECTORS % THREADS == 0 || threadIdx.x + i * THREADS < W_VECTORS)
-                copy_async_16(to + i * THREADS * 16, weights.w + (w_at[i] + (u32)block * (VECTORS * 32)));
+                copy_async_16(to + i * THREADS * 16, weights.w + (w_from(i) + (u32)block * (VECTORS * 32)));
     };
     auto load_x = [&](int stage, int block) {
         if (block >= end) return;
         const u32 to = shared_address(stages + stage * STAGE);
         UNROLL for (int i = 0; i < X_COPIES; i++)
             if (X_VECTORS % THREADS == 0 || threadIdx.x + i * THREADS < X_VECTORS)
-                copy_async_16(to + (threadIdx.x + i * THREADS) * 16, x + (x_at[i] + (u32)block * 64));
+                copy_async_16(to + (threadIdx.x + i * THREADS) * 16, x + (x_from(i) + (u32)block * 64));
 #if HAS_MIN && EXPERTS
         if (threadIdx.x < SUM_VECTORS * 4)
             copy_async_4(to + (X_VECTORS + W_VECTORS) * 16 + threadIdx.x * 4,
@@ -482,16 +496,22 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
     }
 
 #endif
-    UNROLL for (int half = 0; half < 2; half++) {
-        int token[NI], channel[NI];
-        float f[NI][MI][2];
-        UNROLL for (int p = 0; p < NI; p++) {
-            const int q = half * NI + p;
+    // All at once take too many registers.
+#if WARPGROUPS
+    constexpr int PAIRS = NI;
+#else
+    constexpr int PAIRS = NI / 2;
+#endif
+    UNROLL for (int q0 = 0; q0 < NI * 2; q0 += PAIRS) {
+        int token[PAIRS], channel[PAIRS];
+        float f[PAIRS][MI][2];
+        UNROLL for (int p = 0; p < PAIRS; p++) {
+            const int q = q0 + p;
             token[p] = token_of(q);
             channel[p] = channel_of(q);
             UNROLL for (int i = 0; i < MI; i++) UNROLL for (int h = 0; h < 2; h++) f[p][i][h] = T[i][q >> 1][(q & 1) * 2 + h];
         }
-        Results<NI, MI, GATED> results;  // all at once take too many registers
+        Results<PAIRS, MI, GATED> results;
         results.read(o, token, channel);
         results.write(o, token, channel, f);
     }

@@ -30,6 +30,7 @@ def staged(**rows: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables, "STAGED_ROWS", {"tiles": 0, "gated": 0, "normed": 0} | rows)
+        patch.setattr(tables, "STAGED_SLICES", 8)
         # All of a small card's shared memory for one block.
         patch.setattr(tables, "SHARED_LIMIT", 2 * tables.SHARED_LIMIT)
         yield

@@ -111,7 +111,7 @@ def test_choices_go_where_they_fit() -> None:
 
 
 def test_staged_products_leave_room_for_two_blocks() -> None:
-    assert tables.staged_launch("normed", 1, 6144, 64, 90, 132, gated=False) is not None
+    assert tables.staged_launch("normed", 1, 5120, 32, 90, 132, gated=False) is not None
     for arch, limit in ((86, 100 * 1024), (90, 228 * 1024)):
         for source in ("tiles", "gated", "normed"):
             for blocks in range(1, 400):
