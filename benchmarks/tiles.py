@@ -4,8 +4,8 @@
     python -m benchmarks.tiles --fit      fits what was measured before; needs no GPU
 
 A tile, and the number of blocks that share its slices of K, change no bit (kernels/cuda/linear.cu): the choice is a
-matter of speed alone, and `tables.TILE_COSTS` is a model of it. Weights are 4-bit, in groups of 128, and rotate past the
-L2; products add to what is there, gated ones come with the kernel that scales their rows.
+matter of speed alone, and `tables.TILE_COSTS` is a model of it. Weights are 4-bit, in groups of 128, and rotate past
+the L2; products add to what is there, gated ones come with the kernel that scales their rows.
 """
 
 from __future__ import annotations
