@@ -208,6 +208,7 @@ class Backend(ABC):
     ) -> Weight:
         """Bring a layer's experts to the device, for `expert_mlp`; they are of equal shapes, and only one is in flight.
 
+        If they have a length, a backend may make room for so many and no more before the first has come.
         Device biases: gate_bias and up_bias [experts, F], down_bias [experts, K], all or none.
         """
 

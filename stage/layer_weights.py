@@ -102,7 +102,7 @@ class _Loader:
             router_bias=self._vectors(experts.router_bias, "router_bias"),
             choice_bias=self._vectors(experts.choice_bias, "choice_bias"),
             experts=self._backend.load_experts(
-                self._each_expert(experts.num_experts),
+                _Experts(self._checkpoint, self._layer, experts.num_experts),
                 activation=self._model.activation,
                 gate_bias=self._vectors(experts.biases, "expert_gate_bias"),
                 up_bias=self._vectors(experts.biases, "expert_up_bias"),
@@ -111,12 +111,6 @@ class _Loader:
             shared=self._mlp("shared_", biases=False) if experts.shared_size else None,
             shared_gate=self._vectors(experts.shared_gate, "shared_expert_gate"),
         )
-
-    def _each_expert(self, count: int) -> Iterator[Expert]:
-        for expert in range(count):
-            yield Expert(
-                *(self._checkpoint.matrix(f"expert_{part}", self._layer, expert) for part in ("gate", "up", "down"))
-            )
 
     def _matrix(self, *roles: str) -> Weight:
         """The roles' matrices, stacked along their channels."""
@@ -128,3 +122,21 @@ class _Loader:
             return None
         values = [self._checkpoint.vector(role, self._layer) for role in roles]
         return self._backend.upload(values[0] if len(values) == 1 else np.concatenate(values))
+
+
+class _Experts:
+    """A layer's experts, each read when it is asked for: their number is known before the first."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: int, count: int) -> None:
+        self._checkpoint = checkpoint
+        self._layer = layer
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Expert]:
+        for expert in range(self._count):
+            yield Expert(
+                *(self._checkpoint.matrix(f"expert_{part}", self._layer, expert) for part in ("gate", "up", "down"))
+            )

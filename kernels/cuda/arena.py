@@ -19,7 +19,11 @@ SEGMENT_BYTES = 8 << 20
 
 
 class Arena:
-    """Best fit, with neighbours joined when they are free. One thread at a time uses it."""
+    """Best fit, with neighbours joined when they are free. One thread at a time uses it.
+
+    A segment that holds no block goes only to a block it would have been taken for: a small one in what a large copy
+    leaves behind would keep all of that from being given back.
+    """
 
     def __init__(self, take: Callable[[int], int | None], give: Callable[[int], None]) -> None:
         """
@@ -80,16 +84,20 @@ class Arena:
             self._give(start)
 
     def _best_fit(self, size: int) -> int | None:
-        place = bisect_left(self._by_size, (size, -1))
-        return self._by_size[place][1] if place < len(self._by_size) else None
+        wanted = _segment_bytes(size)
+        for place in range(bisect_left(self._by_size, (size, -1)), len(self._by_size)):
+            room, start = self._by_size[place]
+            if room <= wanted or self._segments.get(start) != room:
+                return start
+        return None
 
     def _grow(self, size: int) -> int | None:
-        exact = _up(size, PAGE_BYTES)
-        wanted = exact if size >= BIG_BYTES else SEGMENT_BYTES
+        wanted = _segment_bytes(size)
         start = self._take(wanted)
         if start is None:
+            # What holds no block was left alone above; now it makes room.
             self.trim()
-            wanted = exact
+            wanted = _up(size, PAGE_BYTES)
             start = self._take(wanted)
         if start is not None:
             self._segments[start] = wanted
@@ -106,6 +114,11 @@ class Arena:
         del self._free_ends[start + size]
         del self._by_size[bisect_left(self._by_size, (size, start))]
         return size
+
+
+def _segment_bytes(size: int) -> int:
+    """Of the segment that is taken for a block of that size."""
+    return _up(size, PAGE_BYTES) if size >= BIG_BYTES else SEGMENT_BYTES
 
 
 def _up(size: int, multiple: int) -> int:

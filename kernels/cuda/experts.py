@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +31,8 @@ MOST_EXPERTS = 512
 """Of one layer: what route.cu compares, and the counts that dispatch.cu keeps in shared memory."""
 
 CHUNK_BYTES = 64 << 20
-"""Of an allocation, of whole experts. How many come is known after the last; the last one is cut to size then."""
+"""Of an allocation, of whole experts, or of as many as are still expected. Where nobody said how many come, the last
+one is cut to size after the last: its copy and it lie side by side for a while."""
 
 _ALIGNMENT = 256
 
@@ -101,8 +103,10 @@ class CudaExperts:
 class _Stack:
     """Grows by an expert's matrix at a time."""
 
-    def __init__(self, name: str, packer: Packer) -> None:
+    def __init__(self, name: str, packer: Packer, expected: int) -> None:
+        """expected: How many come; 0: nobody knows."""
         self._name = name
+        self._expected = expected
         self._packer = packer
         self._shape: Shape | None = None
         self._chunks: list[Any] = []
@@ -132,7 +136,7 @@ class _Stack:
     def finish(self) -> ExpertMatrices:
         assert self._shape is not None, "a layer without experts"
         used = self._count - (len(self._chunks) - 1) * self._a_chunk
-        if used < self._a_chunk:
+        if used < self._chunks[-1].shape[0]:
             self._chunks[-1] = _copied(self._chunks[-1], used)
         table = np.zeros((self._count, 3), np.uint64)  # a minimum that there is not stays at 0
         for expert in range(self._count):
@@ -163,7 +167,10 @@ class _Stack:
         """The address of an expert's bytes; the next one's chunk is made when it is asked for."""
         chunk, row = divmod(expert, self._a_chunk)
         if chunk == len(self._chunks):
-            self._chunks.append(cupy.empty((self._a_chunk, self._places[-1]), cupy.uint8))
+            left = self._expected - expert
+            experts = min(left, self._a_chunk) if left > 0 else self._a_chunk
+            self._chunks.append(cupy.empty((experts, self._places[-1]), cupy.uint8))
+        assert row < self._chunks[chunk].shape[0], f"more experts than the {self._expected} that were said to come"
         return int(self._chunks[chunk].data.ptr) + row * self._places[-1]
 
     def _give_minimums(self) -> None:
@@ -198,12 +205,13 @@ def load(
 ) -> CudaExperts:
     """Bring them to the device as they come. Raises UnsupportedOperationError."""
     gate_up: Sequence[_Stack] = ()
-    down, count, width, inputs = _Stack("down", packer), 0, 0, 0
+    expected = operator.length_hint(experts)
+    down, count, width, inputs = _Stack("down", packer, expected), 0, 0, 0
     for expert in experts:
         joined = can_interleave(expert.gate, expert.up)
         if count == 0:
             width, inputs = expert.gate.shape
-            gate_up = [_Stack(name, packer) for name in (("gate and up",) if joined else ("gate", "up"))]
+            gate_up = [_Stack(name, packer, expected) for name in (("gate and up",) if joined else ("gate", "up"))]
         if joined and len(gate_up) == 1:
             gate_up[0].add([expert.gate, expert.up], gated=True)
         elif len(gate_up) == 2:

@@ -119,27 +119,27 @@ class GuardedArena:
 
     def __init__(self, take, give):
         self._take, self._give = take, give
-        self._held = {}
+        self._used = {}
 
     @property
     def held_bytes(self):
-        return sum(self._held.values())
+        return sum(self._used.values())
 
     def allocate(self, size):
         start = self._take(size)
         if start is not None:
-            self._held[start] = size
+            self._used[start] = size
         return start
 
     def release(self, start):
-        del self._held[start]
+        del self._used[start]
         self._give(start)
 
     def trim(self):
         pass
 
     def close(self):
-        for start in list(self._held):
+        for start in list(self._used):
             self.release(start)
 
 
@@ -176,6 +176,10 @@ class ndarray(np.ndarray):  # noqa: N801
         self._region = getattr(obj, "_region", None)
 
 
+UNOWNED = [0]
+"""Bytes that CuPy's own pool was asked for."""
+
+
 def empty(shape, dtype=np.float32):
     shape = (shape,) if np.isscalar(shape) else tuple(shape)
     dtype = np.dtype(dtype)
@@ -188,6 +192,7 @@ def empty(shape, dtype=np.float32):
     else:
         region = _Region(n)
         start = region.start
+        UNOWNED[0] += n
     buf = (ctypes.c_char * max(n, 1)).from_address(start)
     a = np.ndarray.__new__(ndarray, shape, dtype, buffer=buf)
     a._region = region
@@ -332,6 +337,7 @@ for n in ("ndarray", "empty", "zeros", "ones", "full", "asarray", "array", "conc
     setattr(cupy, n, globals()[n])
 for n in ("float32", "float16", "int32", "uint32", "uint16", "uint8", "uint64", "int64"):
     setattr(cupy, n, getattr(np, n))
+cupy.get_default_memory_pool = lambda: types.SimpleNamespace(total_bytes=lambda: UNOWNED[0])
 cupy.get_default_pinned_memory_pool = lambda: types.SimpleNamespace(free_all_blocks=lambda: None)
 cupy.cuda = cuda
 sys.modules["cupy"] = cupy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -129,14 +130,29 @@ def test_experts_lie_as_single_matrices_do(cuda: Any, formats: Any, monkeypatch:
         weights = matrices.tiles * 16 * matrices.blocks * 64
         return [weights // 2, weights // 32 * 2, weights // 32 * 2]
 
-    for chunk_bytes in (1, 100_000, 1 << 26):
+    class Said(list[Expert]):
+        """Says another number than come."""
+
+        def __init__(self, number: int) -> None:
+            super().__init__(made)
+            self.number = number
+
+        def __len__(self) -> int:
+            return self.number
+
+    # Of a list the number is known before the first one comes, of what a generator yields it is not.
+    sources = [lambda: made, lambda: (expert for expert in made), lambda: Said(9)]
+    for chunk_bytes, source in itertools.product((1, 100_000, 1 << 26), sources):
         monkeypatch.setattr(resident_experts, "CHUNK_BYTES", chunk_bytes)
-        loaded = cuda.load_experts(iter(made))
+        loaded = cuda.load_experts(source())
+        assert sum(chunk.shape[0] for chunk in loaded.down.chunks) == len(made), chunk_bytes
         for e, expert in enumerate(made):
             (gate_up,) = cuda.load_gated(expert.gate, expert.up).parts
             (down,) = cuda.load_matrix([expert.down]).parts
             assert same(bytes_of(loaded.gate_up[0], e), resident(cuda, gate_up)), (chunk_bytes, e)
             assert same(bytes_of(loaded.down, e), resident(cuda, down)), (chunk_bytes, e)
+    with pytest.raises(AssertionError, match="more experts than the 5"):
+        cuda.load_experts(Said(5))
 
 
 def test_a_mapped_file_s_arrays_are_taken_as_they_are(cuda: Any, formats: Any, tmp_path: Any) -> None:

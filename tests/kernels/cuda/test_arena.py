@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardline.cluster.planning.stage_costs import GPU_PADDING_BYTES, GPU_PADDING_SHARE
 from shardline.kernels.cuda.arena import BIG_BYTES, PAGE_BYTES, ROUNDING, SEGMENT_BYTES, Arena
 
 MIB = 2**20
@@ -116,3 +118,75 @@ def test_at_the_limit_it_takes_no_more_than_it_needs_and_what_it_kept_goes_first
     arena.release(arena.allocate(30 * MIB))
     assert arena.allocate(39 * MIB) is not None
     assert small is not None
+
+
+def test_a_small_block_does_not_keep_what_a_large_one_left() -> None:
+    device = Device()
+    arena = Arena(device.take, device.give)
+    left = arena.allocate(300 * MIB)
+    arena.release(left)
+    small, middle = arena.allocate(1000), arena.allocate(40 * MIB)
+    assert len(device.held) == 3
+    assert arena.allocate(300 * MIB) == left
+    arena.release(left)
+    arena.trim()
+    assert sum(device.held.values()) == SEGMENT_BYTES + 40 * MIB
+    # Where there is no other room it goes for that of what holds nothing.
+    device = Device(limit=302 * MIB)
+    arena = Arena(device.take, device.give)
+    arena.release(arena.allocate(300 * MIB))
+    assert arena.allocate(1000) is not None
+    assert arena.allocate(290 * MIB) is not None
+    assert None not in (small, middle)
+
+
+MODELS = {
+    "135M": (30, 576, 576 + 2 * 192, 1536, 49152),
+    "1.5B": (28, 1536, 1536 + 2 * 256, 8960, 151936),
+    "8B": (32, 4096, 4096 + 2 * 1024, 14336, 128256),
+    "27B": (62, 5376, 4096 + 2 * 2048, 21504, 262208),
+    "70B": (80, 8192, 8192 + 2 * 1024, 28672, 128256),
+}
+"""Layers, hidden, channels of q, k and v, width of the MLP, vocabulary."""
+
+
+@pytest.mark.parametrize(("group", "has_minimum"), [(128, False), (32, True)])
+@pytest.mark.parametrize("layers", [0, 1, 5, 80])
+@pytest.mark.parametrize("name", MODELS)
+def test_of_a_stage_s_weights_no_more_is_held_than_the_planner_adds(
+    name: str, layers: int, group: int, has_minimum: bool
+) -> None:
+    """Loaded as weights.py does, with what each matrix takes on its way; then small and large arrays of a step."""
+    most, hidden, qkv, width, vocab = MODELS[name]
+    device = Device()
+    arena = Arena(device.take, device.give)
+    weights = others = 0
+
+    def place(size: int) -> int:
+        address = arena.allocate(size)
+        assert address is not None
+        return address
+
+    def matrix(channels: int, inputs: int, sources: int = 1) -> int:
+        sizes = [channels * inputs // 2] + [2 * channels * inputs // group] * (1 + has_minimum)
+        for size in sizes:
+            place(size)
+        for size in sizes:
+            for copy in [place(size // sources) for _ in range(sources)]:
+                arena.release(copy)
+        return sum(sizes)
+
+    if layers in (0, 80):
+        weights += matrix(vocab, hidden)
+    for _ in range(min(layers, most)):
+        place(4 * hidden)
+        weights += matrix(qkv, hidden) + matrix(hidden, hidden)
+        place(4 * hidden)
+        weights += matrix(2 * width, hidden, 2) + matrix(hidden, width)
+        weights += 8 * hidden
+    for size in (4 * hidden, 4 * 512 * hidden, 4 * 64 * vocab, 4 * 512 * qkv, 4 * 512 * width, 1 << 30, 1 << 30):
+        place(size)
+        others += size
+    arena.trim()
+    held = sum(device.held.values())
+    assert held <= weights + others + weights // GPU_PADDING_SHARE + GPU_PADDING_BYTES
