@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardline.kernels import SampleOutput, SamplingBatch
-from shardline.scheduler.params import SamplingParams
-from shardline.scheduler.plan import SampledToken
+from shardline.scheduler.plan import SampledToken, SequenceStart
 
 
 class History:
@@ -40,43 +39,91 @@ class History:
             self.counts = np.insert(self.counts, place, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """One row that samples: its parameters, the position of the new token, and the tokens before it if they matter."""
+_COLUMNS: dict[str, type[np.generic]] = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "repetition": np.float32,
+    "presence": np.float32,
+    "frequency": np.float32,
+    "seed": np.uint64,
+    "logprobs": np.int32,
+}
+"""Of `SamplingBatch`: what is the same in each of a sequence's steps."""
 
-    params: SamplingParams
-    position: int
-    history: History | None
+
+class SamplingTable:
+    """How the tokens of the sequences in a stage's table are chosen: a row each, written once a sequence."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._columns = {name: np.zeros(num_rows, dtype) for name, dtype in _COLUMNS.items()}
+        self._biases: list[tuple[tuple[int, float], ...]] = [()] * num_rows
+        self._histories: list[History | None] = [None] * num_rows
+        # Whether it has a bias or a history.
+        self._adjusted = np.zeros(num_rows, np.bool_)
+
+    def write(self, row: int, start: SequenceStart) -> None:
+        """A sequence starts in that row."""
+        params = start.params
+        assert params.seed is not None, "the scheduler resolves seeds"
+        values = {
+            "temperature": params.temperature,
+            "top_k": min(params.top_k, 2**31 - 1),
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition": params.repetition_penalty,
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
+            "seed": params.seed,
+            "logprobs": -1 if params.logprobs is None else params.logprobs,
+        }
+        for name, column in self._columns.items():
+            column[row] = values[name]
+        self._biases[row] = params.logit_bias
+        self._histories[row] = History(start.token_ids, start.prompt_len) if params.needs_history else None
+        self._adjusted[row] = bool(params.logit_bias) or params.needs_history
+
+    def batch(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> SamplingBatch:
+        """The op's arguments for some rows, whose new tokens will have these positions."""
+        columns: dict[str, Any] = {name: column[rows] for name, column in self._columns.items()}
+        if not self._adjusted[rows].any():
+            return SamplingBatch(position=positions, **columns, **_no_adjustments(len(rows)))
+        biases = [self._biases[row] for row in rows]
+        histories = [self._histories[row] for row in rows]
+        entries = [entry for bias in biases for entry in bias]
+        kept = [history for history in histories if history is not None]
+        return SamplingBatch(
+            position=positions,
+            **columns,
+            bias_offsets=_offsets([len(bias) for bias in biases]),
+            bias_ids=np.array([token_id for token_id, _ in entries], np.int32),
+            bias_values=np.array([value for _, value in entries], np.float32),
+            history_offsets=_offsets([0 if one is None else len(one.ids) for one in histories]),
+            history_ids=_joined([history.ids for history in kept]),
+            history_counts=_joined([history.counts for history in kept]),
+        )
+
+    def take(self, rows: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+        """The tokens that were chosen for these rows."""
+        for at in np.flatnonzero(self._adjusted[rows]).tolist():
+            history = self._histories[rows[at]]
+            if history is not None:
+                history.add(int(token_ids[at]))
 
 
-def sampling_batch(rows: Sequence[SamplingRow]) -> SamplingBatch:
-    """The op's arguments for some rows."""
-    params = [row.params for row in rows]
-    assert all(p.seed is not None for p in params), "the scheduler resolves seeds"
-    biases = [bias for p in params for bias in p.logit_bias]
-    histories = [row.history for row in rows if row.history is not None]
-
-    def floats(values: list[float]) -> NDArray[np.float32]:
-        return np.array(values, np.float32)
-
-    return SamplingBatch(
-        temperature=floats([p.temperature for p in params]),
-        top_k=np.array([min(p.top_k, 2**31 - 1) for p in params], np.int32),
-        top_p=floats([p.top_p for p in params]),
-        min_p=floats([p.min_p for p in params]),
-        repetition=floats([p.repetition_penalty for p in params]),
-        presence=floats([p.presence_penalty for p in params]),
-        frequency=floats([p.frequency_penalty for p in params]),
-        seed=np.array([p.seed for p in params], np.uint64),
-        position=np.array([row.position for row in rows], np.int64),
-        logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
-        bias_offsets=_offsets([len(p.logit_bias) for p in params]),
-        bias_ids=np.array([token_id for token_id, _ in biases], np.int32),
-        bias_values=floats([value for _, value in biases]),
-        history_offsets=_offsets([0 if row.history is None else len(row.history.ids) for row in rows]),
-        history_ids=_joined([history.ids for history in histories]),
-        history_counts=_joined([history.counts for history in histories]),
-    )
+@functools.lru_cache(maxsize=64)
+def _no_adjustments(rows: int) -> dict[str, NDArray[Any]]:
+    """The parts of a `SamplingBatch` about biases and histories, where no row has any."""
+    offsets, ids, values = np.zeros(rows + 1, np.int64), np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return {
+        "bias_offsets": offsets,
+        "bias_ids": ids,
+        "bias_values": values,
+        "history_offsets": offsets,
+        "history_ids": ids,
+        "history_counts": ids,
+    }
 
 
 def _offsets(lengths: list[int]) -> NDArray[np.int64]:
@@ -87,18 +134,13 @@ def _joined(parts: list[NDArray[Any]]) -> NDArray[np.int32]:
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
-def sampled_tokens(
-    seq_ids: Sequence[int], params: Sequence[SamplingParams], output: SampleOutput
-) -> tuple[SampledToken, ...]:
-    """The op's results as messages, one a row."""
+def sampled_tokens(seq_ids: Sequence[int], asked: NDArray[np.int32], output: SampleOutput) -> tuple[SampledToken, ...]:
+    """The op's results as messages, one a row; `asked` is `SamplingBatch.logprobs`."""
     token_ids = output.token_ids.tolist()
-    tokens = []
-    for row, (seq_id, asked) in enumerate(zip(seq_ids, params, strict=True)):
-        if asked.logprobs is None:
-            tokens.append(SampledToken(seq_id, token_ids[row]))
-            continue
-        top_ids = output.top_ids[row, : asked.logprobs].tolist()
-        top_logprobs = output.top_logprobs[row, : asked.logprobs].tolist()
+    tokens = list(map(SampledToken, seq_ids, token_ids))
+    for row in np.flatnonzero(asked >= 0).tolist():
+        top_ids = output.top_ids[row, : asked[row]].tolist()
+        top_logprobs = output.top_logprobs[row, : asked[row]].tolist()
         top = tuple((i, p) for i, p in zip(top_ids, top_logprobs, strict=True) if i >= 0)
-        tokens.append(SampledToken(seq_id, token_ids[row], float(output.logprobs[row]), top))
+        tokens[row] = SampledToken(seq_ids[row], token_ids[row], float(output.logprobs[row]), top)
     return tuple(tokens)

@@ -12,8 +12,8 @@ from shardline.scheduler.plan import StepPlan, StepResult
 from shardline.stage.checkpoint import Checkpoint
 from shardline.stage.decoder import Decoder
 from shardline.stage.errors import PlanError
-from shardline.stage.sampling import SamplingRow, sampled_tokens, sampling_batch
-from shardline.stage.sequences import Limits, Sequence, checked, step_rows
+from shardline.stage.sampling import sampled_tokens
+from shardline.stage.sequences import CheckedPlan, Limits, SequenceTable
 from shardline.stage.spec import StageSpec
 from shardline.stage.vocabulary import without_padding
 
@@ -37,7 +37,7 @@ class Stage:
         self._vocab_size = checkpoint.spec.vocab_size
         self._backend = backend
         self._decoder = Decoder(spec, checkpoint, backend)
-        self._limits = Limits(
+        limits = Limits(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
             max_blocks=self._decoder.max_blocks,
@@ -47,7 +47,7 @@ class Stage:
             vocab_size=checkpoint.spec.vocab_size,
             keeps_histories=spec.has_head,
         )
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences = SequenceTable(limits)
         self._next_step: int | None = None
 
     def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
@@ -61,10 +61,10 @@ class Stage:
             PlanError: the plan does not fit what this stage knows; its state is unchanged.
         """
         with self._backend.entered():
-            self._forward(plan, hidden)
+            checked = self._forward(plan, hidden)
             if not self.spec.has_head:
                 return StepOutput(self._decoder.hidden(plan.num_tokens), None)
-            return StepOutput(None, self._sample(plan))
+            return StepOutput(None, self._sample(plan, checked))
 
     def logits(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Like `run` on a last stage, but logits of *every* row, float32 [plan.num_tokens, vocab]; none is sampled."""
@@ -86,17 +86,17 @@ class Stage:
         """Give back the backend's memory and threads."""
         self._backend.close()
 
-    def _forward(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> None:
+    def _forward(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> CheckedPlan:
         """Check the plan, take it over, and enqueue its layers."""
         if self._next_step is not None and plan.step_id != self._next_step:
             raise PlanError(f"plan {plan.step_id} came where plan {self._next_step} was due")
-        after = checked(plan, self._sequences, self._limits)
-        step = step_rows(plan, after, self._limits)
+        checked = self._sequences.check(plan)
         self._check_hidden(plan, hidden)
 
         self._next_step = plan.step_id + 1
-        self._sequences = after
-        self._decoder.forward(step, hidden)
+        self._sequences.take(checked)
+        self._decoder.forward(checked.step, hidden)
+        return checked
 
     def _check_hidden(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> None:
         if self.spec.has_embed:
@@ -110,23 +110,17 @@ class Stage:
                 f"not float32 {[plan.num_tokens, self._hidden_size]}"
             )
 
-    def _sample(self, plan: StepPlan) -> StepResult:
-        seq_ids, rows, last_rows = [], [], []
-        end = 0
-        for run in plan.runs:
-            end += len(run.token_ids)
-            if run.samples:
-                seq_ids.append(run.seq_id)
-                last_rows.append(end - 1)
-                sequence = self._sequences[run.seq_id]
-                rows.append(SamplingRow(sequence.params, run.position + len(run.token_ids), sequence.history))
-        if not rows:
+    def _sample(self, plan: StepPlan, checked: CheckedPlan) -> StepResult:
+        table = self._sequences.sampling
+        assert table is not None, "only the last stage samples"
+        samples = np.array([run.samples for run in plan.runs])
+        if not samples.any():
             self._backend.synchronize()
             return StepResult(plan.step_id, ())
-        logits = self._decoder.logits(np.array(last_rows, np.int32))
-        output = self._backend.sample(logits, sampling_batch(rows))
-        tokens = sampled_tokens(seq_ids, [row.params for row in rows], output)
-        for token, row in zip(tokens, rows, strict=True):
-            if row.history is not None:
-                row.history.add(token.token_id)
-        return StepResult(plan.step_id, tokens)
+        rows = checked.rows[samples]
+        batch = table.batch(rows, checked.ends[samples])
+        last_rows = np.cumsum(checked.counts)[samples] - 1
+        output = self._backend.sample(self._decoder.logits(last_rows.astype(np.int32)), batch)
+        table.take(rows, output.token_ids)
+        seq_ids = [run.seq_id for run in plan.runs if run.samples]
+        return StepResult(plan.step_id, sampled_tokens(seq_ids, batch.logprobs, output))

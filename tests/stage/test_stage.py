@@ -203,6 +203,15 @@ BAD = {
     "a prompt longer than its tokens": (plan(1, [run(0, 40, [1])], [start(2, prompt_len=4)]), "a prompt of 4 of 3"),
     "too many rows": (plan(1, [run(0, 40, [1] * 65)]), "has 65 rows; the most is 64"),
     "too many sequences": (plan(1, [run(0, 40, [1])], [start(2), start(3)]), "makes 4 sequences known; the most is 3"),
+    "all forgotten for others": (
+        plan(1, [run(7, 0, [1], [0]), run(8, 0, [101], [1])], [start(7), start(8), start(9)], forget=[0, 1]),
+        "sequence 8: token id 101 is not one of 0 to 100",
+    ),
+    "blocks for one run and too few for another": (
+        plan(1, [run(0, 40, [1] * 9, [9]), run(1, 5, [1] * 12)]),
+        "sequence 1: ends at 17 with 1 blocks of 16",
+    ),
+    "a number beyond 64 bits": (plan(1, [run(0, 40, [2**64])]), "a number beyond 64 bits"),
     "one slot written twice": (
         plan(1, [run(0, 40, [1]), run(2, 8, [1])], [start(2, blocks=[2])]),
         "writes to one place of the pool twice",
