@@ -20,6 +20,10 @@ CENTRES = {4: 8, 8: 128}
 ZERO_POINTS = {4: (8,), 8: (128, 32, 16, 12)}
 """Of the formats that have one for all their weights."""
 
+PIECE_BYTES = 8 << 20
+"""Of a matrix as it comes that are on the device at once, in whole tiles of channels; of a gated pair twice that. So
+loading wants little more than what stays, however large a head is."""
+
 _THREADS = 256
 
 
@@ -168,36 +172,45 @@ class Packer:
     def _integers(self, a: GroupedMatrix, b: GroupedMatrix | None, shape: Shape, out: int, tiles: int) -> None:
         shift = CENTRES[shape.format.bits] - shape.zero
         words = shape.blocks * shape.format.bits * 32
-        numbers = (a.shape[0], shape.inputs, shape.blocks, shift)
-        grid = (-(-words // _THREADS), tiles)
-        self._run("pack_integers", shape, grid, [a.q, None if b is None else b.q], out, numbers)
+        numbers = (shape.inputs, shape.blocks, shift)
+        self._run("pack_integers", shape, (words, tiles), (a.q, None if b is None else b.q), out, numbers)
 
     def _scales(self, a: NDArray[Any], b: NDArray[Any] | None, shape: Shape, out: int, tiles: int) -> None:
-        channels, own_groups = a.shape
         groups = shape.blocks * BLOCK_K // shape.format.group_size
-        grid = (-(-groups * TILE // _THREADS), tiles)
-        self._run("pack_scales", shape, grid, [a, b], out, (channels, own_groups, groups))
+        self._run("pack_scales", shape, (groups * TILE, tiles), (a, b), out, (a.shape[1], groups))
 
     def _run(
         self,
         kernel: str,
         shape: Shape,
-        grid: tuple[int, int],
-        arrays: Sequence[NDArray[Any] | None],
+        size: tuple[int, int],
+        arrays: tuple[NDArray[Any], NDArray[Any] | None],
         out: int,
         numbers: tuple[int, ...],
     ) -> None:
-        # The stream keeps the order in which what a copy leaves behind is used again.
-        copies = [None if array is None else self._upload(array) for array in arrays]
-        addresses = [np.uint64(0 if copy is None else copy.data.ptr) for copy in copies]
-        self._launch(
-            ("pack", kernel),
-            grid,
-            _THREADS,
-            (*addresses, np.uint64(out), *(np.int32(number) for number in numbers)),
-            BITS=shape.format.bits,
-            SCALE_F32=int(shape.format.scale_f32),
-        )
+        """size: Elements that a tile becomes, and tiles. numbers: The kernel's, but the channels of a piece."""
+        elements, tiles = size
+        first, second = arrays
+        element_bytes = 4 if kernel == "pack_integers" else first.itemsize
+        channels = max(1, PIECE_BYTES // (TILE * first.shape[1] * first.itemsize)) * TILE
+        most_tiles = channels // TILE * (1 if second is None else 2)
+        for piece, start in enumerate(range(0, first.shape[0], channels)):
+            tile, end = piece * most_tiles, min(start + channels, first.shape[0])
+            # The last also makes the padding.
+            own_tiles = tiles - tile if end == first.shape[0] else most_tiles
+            # The stream keeps the order in which what a copy leaves behind is used again.
+            copies = [None if array is None else self._upload(array[start:end]) for array in arrays]
+            addresses = [np.uint64(0 if copy is None else copy.data.ptr) for copy in copies]
+            to = np.uint64(out + tile * elements * element_bytes)
+            self._launch(
+                ("pack", kernel),
+                (-(-elements // _THREADS), own_tiles),
+                _THREADS,
+                (*addresses, to, np.int32(end - start), *(np.int32(number) for number in numbers)),
+                BITS=shape.format.bits,
+                SCALE_F32=int(shape.format.scale_f32),
+            )
+            del copies  # or the next piece would lie beside it
 
 
 def _zero_point(run: Sequence[GroupedMatrix]) -> int | None:

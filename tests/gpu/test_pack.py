@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -75,8 +76,12 @@ def same(got: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
     return len(got) == len(wanted) and all(np.array_equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("piece", [1, 60_000, 1 << 23])
 @pytest.mark.parametrize(("channels", "inputs"), SHAPES)
-def test_every_word_is_in_its_place(cuda: Any, weights: Any, channels: int, inputs: int) -> None:
+def test_every_word_is_in_its_place(
+    cuda: Any, weights: Any, channels: int, inputs: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardline.kernels.cuda.pack.PIECE_BYTES", piece)
     matrix = weights.matrix(channels, inputs)
     (part,) = cuda.load_matrix([matrix]).parts
     wanted = expected(matrix.integers(), matrix.scale, matrix.minimum, weights.bits, weights.zero)
@@ -91,8 +96,12 @@ def test_stacked_matrices_follow_each_other(cuda: Any, weights: Any) -> None:
     assert same(resident(cuda, part), expected(integers, *arrays, weights.bits, weights.zero))
 
 
+@pytest.mark.parametrize("piece", [1, 20_000, 1 << 23])
 @pytest.mark.parametrize("channels", [16, 40, 96, 100])
-def test_gate_and_up_alternate(cuda: Any, weights: Any, channels: int) -> None:
+def test_gate_and_up_alternate(
+    cuda: Any, weights: Any, channels: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardline.kernels.cuda.pack.PIECE_BYTES", piece)
     gate, up = weights.matrix(channels, 640, 1), weights.matrix(channels, 640, 2)
     (part,) = cuda.load_gated(gate, up).parts
     arrays = [interleaved(getattr(gate, name), getattr(up, name)) for name in ("scale", "minimum")]
@@ -101,6 +110,26 @@ def test_gate_and_up_alternate(cuda: Any, weights: Any, channels: int) -> None:
     blank = zero if weights.zero is None else weights.zero
     integers = interleaved(gate.integers() - np.uint8(blank), up.integers() - np.uint8(blank)) + np.uint8(blank)
     assert same(resident(cuda, part), expected(integers, *arrays, weights.bits, weights.zero))
+
+
+def test_no_more_of_a_matrix_is_on_its_way_than_a_piece(
+    cuda: Any, formats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardline.kernels.cuda.pack.PIECE_BYTES", 20_000)
+    sent: list[weakref.ref[Any]] = []
+    upload = cuda._packer._upload
+
+    def recorded(host: np.ndarray) -> Any:
+        assert sum(array() is not None for array in sent) < 2, "pieces that are packed stay"
+        assert host.nbytes <= 20_000
+        array = upload(host)
+        sent.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr(cuda._packer, "_upload", recorded)
+    gate, up = (formats(4, 32, "float32", None).matrix(300, 640, seed) for seed in (1, 2))
+    cuda.load_gated(gate, up)
+    assert len(sent) > 20
 
 
 def test_a_zero_point_is_shifted_only_where_there_is_room(cuda: Any, formats: Any) -> None:
