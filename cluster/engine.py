@@ -276,8 +276,7 @@ class Engine:
                 await self._pipeline.submit(plan)
         finally:
             # Tokens that the scheduler has counted must reach their streams, also when the pipeline broke just now.
-            for update in updates:
-                self._deliver(update)
+            self._tokens.count(sum(self._deliver(update) for update in updates))
 
     def _collect(self) -> list[SequenceUpdate]:
         task = self._pending_result
@@ -362,24 +361,25 @@ class Engine:
 
     # -- deltas ------------------------------------------------------------------------------------------------------
 
-    def _deliver(self, update: SequenceUpdate) -> None:
+    def _deliver(self, update: SequenceUpdate) -> bool:
+        """Give a token to its stream; False when nobody waits for it any more."""
         live = self._live.get(update.request_id)
-        if live is None or update.index not in live.running:
+        if live is None or not live.runs(update.index):
             # Cancelled, or ended by a stop string, while this token was on its way.
-            return
-        self._tokens.count()
+            return False
         try:
             delta = live.advance(update)
         except Exception as error:
             # Making this text failed: that ends this request and no other.
             words = "".join(traceback.format_exception(error))
             self._fail(live, ShardlineError(f"the text of request {live.request_id!r} could not be made: {words}"))
-            return
+            return True
         if delta.finish_reason is not None and update.finish_reason is None:
             self._scheduler.abort(live.request_id, update.index)
         live.inbox.put(delta)
-        if not live.running:
+        if live.has_ended:
             del self._live[live.request_id]
+        return True
 
     def _fail(self, live: LiveRequest, error: Exception) -> None:
         del self._live[live.request_id]

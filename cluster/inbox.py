@@ -27,43 +27,49 @@ class Inbox:
     def __init__(self) -> None:
         self._pending: dict[tuple[str, int], list[Delta]] = {}
         self._failures: dict[str, Failure] = {}
-        self._filled = asyncio.Event()
+        # Of the task that takes, while it waits: an asyncio.Event costs each token several times as much.
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
         """Add a delta; never waits."""
         self._pending.setdefault((delta.request_id, delta.index), []).append(delta)
-        self._filled.set()
+        self._wake()
 
     def fail(self, request_id: str, error: Exception) -> None:
         """End a request with an error, behind the deltas that it has already."""
         self._failures[request_id] = Failure(request_id, error)
-        self._filled.set()
+        self._wake()
 
     def discard(self, request_id: str) -> None:
         """Drop what waits for a request."""
         for key in [key for key in self._pending if key[0] == request_id]:
             del self._pending[key]
         self._failures.pop(request_id, None)
-        if not self._pending and not self._failures:
-            self._filled.clear()
 
     async def take(self, timeout: float | None = None) -> list[Delta | Failure]:
         """Everything that waits, at most one delta a sequence; waits for something, or until `timeout` seconds passed
         and then returns nothing."""
-        if timeout is None:
-            await self._filled.wait()
-        else:
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._filled.wait()
-            except TimeoutError:
-                return []
+        try:
+            while not self._pending and not self._failures:
+                self._waiter = asyncio.get_running_loop().create_future()
+                if timeout is None:
+                    await self._waiter
+                else:
+                    async with asyncio.timeout(timeout):
+                        await self._waiter
+        except TimeoutError:
+            return []
+        finally:
+            self._waiter = None
         taken: list[Delta | Failure] = [merge(deltas) for deltas in self._pending.values()]
         taken.extend(self._failures.values())
         self._pending.clear()
         self._failures.clear()
-        self._filled.clear()
         return taken
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:

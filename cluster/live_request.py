@@ -32,6 +32,15 @@ class LiveRequest:
         """Indices of the sequences that go on."""
         return tuple(self._texts)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether none goes on."""
+        return not self._texts
+
+    def runs(self, index: int) -> bool:
+        """Whether that sequence goes on."""
+        return index in self._texts
+
     def accept(self, prompt_ids: tuple[int, ...], text: ModelText) -> None:
         """Its prompt is known and tokens will come."""
         self._prompt_tokens = len(prompt_ids)

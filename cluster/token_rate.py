@@ -17,7 +17,8 @@ class TokenRate:
         """`span_seconds` is what `per_second` looks back."""
         self.total = 0
         self._span = span_seconds
-        self._recent: deque[float] = deque()
+        # When, and how many.
+        self._recent: deque[tuple[float, int]] = deque()
         self._began: float | None = None
 
     def begin(self) -> None:
@@ -31,11 +32,13 @@ class TokenRate:
         """Since `begin`; 0 before."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
-    def count(self) -> None:
-        """One more."""
-        self.total += 1
+    def count(self, tokens: int) -> None:
+        """So many more."""
+        if not tokens:
+            return
+        self.total += tokens
         now = time.monotonic()
-        self._recent.append(now)
+        self._recent.append((now, tokens))
         self._forget_before(now - self._span)
 
     def per_second(self) -> float:
@@ -44,8 +47,8 @@ class TokenRate:
             return 0.0
         now = time.monotonic()
         self._forget_before(now - self._span)
-        return len(self._recent) / max(min(now - self._began, self._span), 1e-3)
+        return sum(tokens for _, tokens in self._recent) / max(min(now - self._began, self._span), 1e-3)
 
     def _forget_before(self, moment: float) -> None:
-        while self._recent and self._recent[0] < moment:
+        while self._recent and self._recent[0][0] < moment:
             self._recent.popleft()

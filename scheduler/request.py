@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardline.scheduler.params import SamplingParams
 from shardline.scheduler.plan import SampledToken
@@ -18,8 +19,7 @@ class NewRequest:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(NamedTuple):
     """A new token of one sequence of a request.
 
     Attributes:
@@ -31,7 +31,7 @@ class SequenceUpdate:
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # in the place of a tuple's method of that name
     token: SampledToken
     finish_reason: str | None
     cached_tokens: int = 0

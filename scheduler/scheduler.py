@@ -297,12 +297,12 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, count: int, draft: Draft) -> bool:
         """Draft `count` tokens of a running sequence, with their blocks; False when it must wait for blocks."""
         need = self._pool.blocks_for(sequence.num_computed + count) - len(sequence.table)
-        while self._pool.num_available < need:
-            last = max(self._running.values(), key=lambda other: other.rank)
-            if last is sequence:
-                return False
-            self._preempt(last, draft)
         if need > 0:
+            while self._pool.num_available < need:
+                last = max(self._running.values(), key=lambda other: other.rank)
+                if last is sequence:
+                    return False
+                self._preempt(last, draft)
             sequence.table.extend(self._pool.take(need))
         draft.put(sequence, count)
         return True
@@ -310,27 +310,23 @@ class Scheduler:
     def _issue(self, draft: Draft) -> StepPlan:
         """Make the plan of a draft. From here on its tokens count as computed, and its full blocks can be found."""
         starts, runs, sampling = [], [], []
+        block_size = self.config.block_size
         for sequence, count in draft.counts.items():
-            table, first = sequence.table, sequence.num_computed
+            seq_id, table, first = sequence.seq_id, sequence.table, sequence.num_computed
+            end = first + count
             if sequence.known_blocks is None:
-                starts.append(sequence.start_message(self.config.block_size))
-                sequence.known_blocks = first // self.config.block_size
-            samples = count == sequence.lag
-            runs.append(
-                SequenceRun(
-                    sequence.seq_id,
-                    first,
-                    sequence.token_ids(first, first + count),
-                    tuple(table[sequence.known_blocks :]),
-                    samples,
-                )
-            )
+                starts.append(sequence.start_message(block_size))
+                sequence.known_blocks = first // block_size
+            new_blocks = tuple(table[sequence.known_blocks :]) if len(table) > sequence.known_blocks else ()
+            samples = end == sequence.num_tokens
+            runs.append(SequenceRun(seq_id, first, sequence.token_ids(first, end), new_blocks, samples))
             sequence.known_blocks = len(table)
-            sequence.num_computed = first + count
-            self._prefixes.publish(sequence, first)
+            sequence.num_computed = end
+            if first // block_size != end // block_size:
+                self._prefixes.publish(sequence, first)
             self._sort_in(sequence)
             if samples:
-                sampling.append(sequence.seq_id)
+                sampling.append(seq_id)
         plan = StepPlan(self._next_step_id, tuple(self._forget), tuple(starts), tuple(runs))
         self._forget.clear()
         self._next_step_id += 1
@@ -356,12 +352,13 @@ class Scheduler:
 
     def _sort_in(self, sequence: Sequence) -> None:
         """Put a running sequence among the ready or those that catch up, as its lag says."""
-        self._ready.pop(sequence.seq_id, None)
-        self._catching_up.pop(sequence.seq_id, None)
-        if sequence.lag == 1:
-            self._ready[sequence.seq_id] = sequence
-        elif sequence.lag > 1:
-            self._catching_up[sequence.seq_id] = sequence
+        seq_id, lag = sequence.seq_id, sequence.lag
+        self._ready.pop(seq_id, None)
+        self._catching_up.pop(seq_id, None)
+        if lag == 1:
+            self._ready[seq_id] = sequence
+        elif lag > 1:
+            self._catching_up[seq_id] = sequence
 
     def _stop_running(self, sequence: Sequence) -> None:
         """Give up a running sequence's blocks and its name. What is in flight for it will find nobody."""

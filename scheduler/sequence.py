@@ -133,10 +133,10 @@ class Sequence:
         """Its tokens at positions first <= i < end."""
         prompt = self.request.request.prompt_ids
         split = len(prompt)
-        if end <= split:
-            return prompt[first:end]
         if first >= split:
             return tuple(self.output[first - split : end - split])
+        if end <= split:
+            return prompt[first:end]
         return prompt[first:] + tuple(self.output[: end - split])
 
     def start_message(self, block_size: int) -> SequenceStart:

@@ -61,6 +61,9 @@ def print_json(value: Any) -> None:
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
+    if hasattr(value, "_asdict"):
+        # A named tuple; dataclasses.asdict leaves it as it is.
+        value = value._asdict()
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -28,11 +28,12 @@ class Detokenizer:
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        text: list[str] = []
-        for token_id in ids:
-            piece, self._begins = self._tokenizer.spell(token_id, self._skip_special, self._begins)
-            text.append(self._utf8.decode(piece))
-        return "".join(text)
+        return "".join(map(self.push, ids))
+
+    def push(self, token_id: int) -> str:
+        """The text that one token completes; may be empty."""
+        piece, self._begins = self._tokenizer.spell(token_id, self._skip_special, self._begins)
+        return self._utf8.decode(piece)
 
     def finish(self) -> str:
         """What is left at the end: U+FFFD for the bytes of a character that was never completed, else nothing."""

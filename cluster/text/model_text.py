@@ -176,7 +176,7 @@ class SequenceText:
 
     def push(self, token_id: int) -> str:
         """The text that a new token makes certain; may be empty."""
-        return self._stops.feed(self._detokenizer.feed((token_id,)))
+        return self._stops.feed(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
         """What was held back, when no more tokens come; a stop string may still be found in it."""

@@ -20,8 +20,9 @@ from shardline import __version__
 from shardline.cluster.build import EngineOptions
 from shardline.cluster.cli import main
 from shardline.cluster.cli.options import parse_layers, parse_numbers, parse_sizes, parse_split
+from shardline.cluster.cli.output import print_json
 from shardline.cluster.client import Client
-from shardline.scheduler import SamplingParams
+from shardline.scheduler import SampledToken, SamplingParams, StepResult
 
 QUESTION = "What is gravity?"
 COMMAND = [sys.executable, "-c", "import sys; from shardline.cluster.cli import main; sys.exit(main())"]
@@ -460,3 +461,9 @@ def test_a_reader_that_goes_away_is_no_fault(smollm2: Path) -> None:
         told = process.stderr.read()
         assert process.wait(SECONDS) == 1
     assert told == ""
+
+
+def test_named_tuples_inside_a_dataclass_keep_their_names_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json(StepResult(3, (SampledToken(7, 5, float("-inf"), ((5, -0.5),)),)))
+    token = {"seq_id": 7, "token_id": 5, "logprob": "-inf", "top_logprobs": [[5, -0.5]]}
+    assert json.loads(capsys.readouterr().out) == {"step_id": 3, "tokens": [token]}
