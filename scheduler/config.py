@@ -22,8 +22,9 @@ class SchedulerConfig:
         prefill_chunk: The most prompt tokens of one sequence in one step.
         max_sequences: The most sequences that hold blocks at once.
         min_microbatch: Do not spread ready sequences thinner than this over the free slots of the pipeline: a step of
-            fewer rows is planned only while nothing else is in flight. 1 on GPUs of their own (a step is bound by the
-            weights' bytes); more where stages share one device.
+            fewer rows is planned only while nothing else is in flight. 1 where each stage has a device of its own;
+            more where stages share one; `max_sequences` on one GPU, where a step of few rows takes as long as one of
+            many.
         max_waiting: The most requests that may wait; more are refused.
         watermark: Blocks that an admission must leave free.
         prefix_cache: Whether full blocks of ended and running sequences are found again by their tokens.

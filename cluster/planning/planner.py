@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from shardline.cluster.errors import PlanningError
 from shardline.cluster.planning.partition import Limits, Outcome, Partition, Share
@@ -19,6 +20,16 @@ from shardline.stage import ModelSpec, StageSpec
 
 SHARED_MICROBATCH = 16
 """Where stages share cores, a thinner microbatch than this costs more in unpacking weights again than it hides."""
+
+HOST_SECONDS = 6e-4
+"""Of a step on GPUs, from its result to the next plan on its way: what only another microbatch in flight hides."""
+
+HOST_ROW_SECONDS = 6e-6
+"""And of each of its rows: scheduler and messages (`python -m benchmarks.step_overhead`)."""
+
+
+FEWER_PAYS = 0.1
+"""What fewer plans in flight than there are stages must bring."""
 
 
 def plan_pipeline(model: ModelSpec, size: ModelBytes, devices: Sequence[Device], wanted: Wanted) -> PipelinePlan:
@@ -43,7 +54,7 @@ def plan_pipeline(model: ModelSpec, size: ModelBytes, devices: Sequence[Device],
     context = wanted.context if wanted.context is not None else model.context_length
     chosen: tuple[Outcome, StageCosts] | None = None
     for count in _stage_counts(model, ordered, wanted):
-        rows = _rows(wanted.concurrency, min(count, len(set(computes))), count)
+        rows = _usual_flight(count, ordered, wanted).rows(wanted.concurrency)
         costs = StageCosts(model, size, ordered, replace(wanted, context=context), rows)
         search = Partition(model.num_layers, computes, count, costs)
         if wanted.split is not None:
@@ -53,7 +64,7 @@ def plan_pipeline(model: ModelSpec, size: ModelBytes, devices: Sequence[Device],
                 raise PlanningError(_does_not_fit(costs, outcome.shares, "this split"))
         else:
             outcome = search.best(costs.wanted_blocks, costs.most_blocks)
-        if outcome is not None and (chosen is None or _rank(outcome, costs, computes) > _rank(*chosen, computes)):
+        if outcome is not None and (chosen is None or _rank(outcome, costs) > _rank(*chosen)):
             chosen = outcome, costs
     if chosen is None:
         raise PlanningError(_does_not_fit(costs, _closest(costs, computes, count), "the closest split"))
@@ -65,8 +76,9 @@ def plan_pipeline(model: ModelSpec, size: ModelBytes, devices: Sequence[Device],
             raise PlanningError(_context_does_not_fit(costs, outcome, context))
         shrunk = True
         context = num_blocks * wanted.block_size
-        costs = StageCosts(model, size, ordered, replace(wanted, context=context), costs.rows)
-    return _finish(costs, outcome.shares, num_blocks, context, asked=wanted.context is not None, shrunk=shrunk)
+    flight = _flight(costs, outcome.shares)
+    costs = StageCosts(model, size, ordered, replace(wanted, context=context), flight.rows(wanted.concurrency))
+    return _finish(costs, outcome.shares, flight, num_blocks, asked=wanted.context is not None, shrunk=shrunk)
 
 
 def _check_wanted(model: ModelSpec, devices: Sequence[Device], wanted: Wanted) -> None:
@@ -125,43 +137,94 @@ def _forced(split: Sequence[int]) -> tuple[Share, ...]:
     return tuple(shares)
 
 
-def _min_microbatch(parallel: int) -> int:
-    return 1 if parallel > 1 else SHARED_MICROBATCH
+class _Flight(NamedTuple):
+    """How many plans are in flight, and the least sequences of one where there are that many: see `SchedulerConfig`."""
+
+    depth: int
+    min_microbatch: int
+
+    def microbatches(self, sequences: int) -> int:
+        """Groups that the scheduler makes of so many sequences."""
+        return max(1, min(self.depth, sequences // self.min_microbatch))
+
+    def rows(self, sequences: int) -> int:
+        """Sequences of the largest."""
+        return -(-sequences // self.microbatches(sequences))
 
 
-def _depth(stages: int, parallel: int) -> int:
+def _usual_flight(stages: int, devices: Sequence[Device], wanted: Wanted) -> _Flight:
+    """That of some stages on these devices, whatever their shares are."""
+    parallel = min(stages, len({device.compute or device.name for device in devices}))
     # One more than work at the same time, so that a plan lies ready wherever one has just ended.
-    return stages + 1 if parallel == stages > 1 else parallel + 1
+    depth = stages + 1 if parallel == stages > 1 else parallel + 1
+    if parallel > 1:
+        return _Flight(depth, 1)
+    # A GPU's step costs the same for few rows as for many: all that decode are one microbatch, and the second plan in
+    # flight is of prompts.
+    return _Flight(depth, wanted.max_sequences if _on_gpus(devices) else SHARED_MICROBATCH)
 
 
-def _rows(sequences: int, parallel: int, stages: int) -> int:
-    """Sequences a microbatch when that many decode."""
-    return -(-sequences // _microbatches(sequences, parallel, stages))
+def _on_gpus(devices: Sequence[Device]) -> bool:
+    return all(device.arch for device in devices)
 
 
-def _microbatches(sequences: int, parallel: int, stages: int) -> int:
-    return max(1, min(_depth(stages, parallel), sequences // _min_microbatch(parallel)))
+def _flight(costs: StageCosts, shares: Sequence[Share]) -> _Flight:
+    """The flight that gives the most tokens a second, by the model of a step's time; on a CPU the usual one."""
+    devices, wanted = [costs.devices[share.device] for share in shares], costs.wanted
+    stages, parallel = len(shares), len({device.compute or device.name for device in devices})
+    usual = _usual_flight(stages, devices, wanted)
+    if not _on_gpus(devices):
+        return usual
+    if parallel == stages > 1:
+        # As many as stages keep all at work; one more hides the host's part, and makes each thinner. With fewer,
+        # prompts cannot fill all stages: only where steps are so much shorter than the host's part.
+        sequences = max(wanted.concurrency, usual.depth)
+        costly = {
+            depth: _cycle(costs, shares, depth, sequences) * (1.0 if depth >= stages else 1.0 + FEWER_PAYS)
+            for depth in range(1, usual.depth + 1)
+        }
+        return _Flight(min(costly, key=costly.__getitem__), 1)
+    if parallel > 1:
+        return usual
+    # From how many sequences on two halves, taking turns, are faster than the whole with the host's part behind it.
+    least = wanted.max_sequences
+    while least > 1 and _cycle(costs, shares, 2, least) < _cycle(costs, shares, 1, least):
+        least //= 2
+    return _Flight(usual.depth, least)
 
 
-def _rank(outcome: Outcome, costs: StageCosts, computes: Sequence[str]) -> tuple[int, float, int, int]:
+def _cycle(costs: StageCosts, shares: Sequence[Share], groups: int, sequences: int) -> float:
+    """Seconds in which each of so many sequences, in so many microbatches, gets a token."""
+    rows = -(-sequences // groups)
+    busy: dict[str, float] = {}
+    for share in shares:
+        device = costs.devices[share.device]
+        seconds = costs.seconds(share.device, share.first, share.end, head=share is shares[-1], rows=rows)
+        compute = device.compute or device.name
+        busy[compute] = busy.get(compute, 0.0) + seconds
+    host = HOST_SECONDS + HOST_ROW_SECONDS * rows
+    return max(sum(busy.values()) + host, groups * max(*busy.values(), host))
+
+
+def _rank(outcome: Outcome, costs: StageCosts) -> tuple[int, float, int, int]:
     sequences = costs.wanted.concurrency
-    parallel = len({computes[share.device] for share in outcome.shares})
-    microbatches = _microbatches(sequences, parallel, len(outcome.shares))
+    devices = [costs.devices[share.device] for share in outcome.shares]
+    microbatches = _usual_flight(len(devices), devices, costs.wanted).microbatches(sequences)
     cycle = max(outcome.latency_ns, microbatches * outcome.cycle_ns)
     return (min(outcome.blocks, costs.wanted_blocks), sequences / cycle, outcome.blocks, -len(outcome.shares))
 
 
 def _finish(
-    costs: StageCosts, shares: Sequence[Share], num_blocks: int, context: int, *, asked: bool, shrunk: bool
+    costs: StageCosts, shares: Sequence[Share], flight: _Flight, num_blocks: int, *, asked: bool, shrunk: bool
 ) -> PipelinePlan:
-    wanted = costs.wanted
+    wanted, context = costs.wanted, costs.wanted.context
+    assert context is not None
     stages = [_stage(costs, shares, index, num_blocks, context) for index in range(len(shares))]
     busy: dict[str, float] = {}
     for stage in stages:
         compute = stage.device.compute or stage.device.name
         busy[compute] = busy.get(compute, 0.0) + stage.step_seconds
-    parallel = len(busy)
-    microbatches = _microbatches(wanted.concurrency, parallel, len(shares))
+    microbatches = flight.microbatches(wanted.concurrency)
     # A sequence waits for its own step through all stages and, where microbatches queue, for the busiest device.
     cycle = max(sum(busy.values()), microbatches * max(busy.values()))
     alone = sum(costs.seconds(s.device, s.first, s.end, head=s is shares[-1], rows=1) for s in shares)
@@ -176,8 +239,8 @@ def _finish(
         single_tokens_per_second=1 / alone,
         memory_bound_by=min(capacities)[1],
         speed_bound_by=max(range(len(stages)), key=lambda index: stages[index].step_seconds),
-        depth=_depth(len(shares), parallel),
-        min_microbatch=_min_microbatch(parallel),
+        depth=flight.depth,
+        min_microbatch=flight.min_microbatch,
         notes=_notes(costs, stages, num_blocks, context, asked=asked, shrunk=shrunk),
     )
 

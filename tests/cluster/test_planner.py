@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,12 +14,21 @@ from hypothesis import strategies as st
 from shardline.cluster.errors import PlanningError
 from shardline.cluster.planning.partition import Partition, Share, slack
 from shardline.cluster.planning.placement import Device, ModelBytes, PipelinePlan, Wanted
-from shardline.cluster.planning.planner import plan_pipeline
+from shardline.cluster.planning.planner import HOST_ROW_SECONDS, HOST_SECONDS, plan_pipeline
 from shardline.cluster.planning.stage_costs import (
     GPU_PADDING_BYTES,
     GPU_PADDING_SHARE,
     StageCosts,
     workspace_bytes,
+)
+from shardline.scheduler import (
+    NewRequest,
+    SampledToken,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+    StepResult,
 )
 from shardline.stage import LayerSpec, ModelSpec, RopeSpec
 from shardline.stage.workspace import gpu_workspace_bytes
@@ -285,6 +296,132 @@ def test_depth_and_microbatches() -> None:
     assert own.microbatch_rows == 2
     alone = plan_pipeline(model, size, cpus(200), Wanted(**SMALL))
     assert len(alone.stages) == 1
+
+
+def cards(count: int, speed: float = 3e12, flops: float | None = None) -> list[Device]:
+    """GPUs of their own that the planner knows as such, with plenty of memory."""
+    return [
+        Device(f"GPU {i}", "a", 64 * 1024 * MIB, speed, flops, arch=90, processors=132, numeric_class="sm_90")
+        for i in range(count)
+    ]
+
+
+LARGE = ModelBytes((340 * MIB,) * 48, embed=160 * MIB, head=160 * MIB, tied=False)
+"""As many bytes as 30 billion weights of 4 bits."""
+
+
+def test_one_gpu_runs_all_that_decode_in_one_step() -> None:
+    wanted = Wanted(context=128, concurrency=64, stages=1, max_step_tokens=512, max_sequences=256)
+    plan = plan_pipeline(make_model(48), LARGE, cards(1), wanted)
+    assert (plan.depth, plan.min_microbatch, plan.microbatch_rows) == (2, 256, 64)
+    on_cores = plan_pipeline(make_model(48), LARGE, [replace(cards(1)[0], arch=0)], wanted)
+    assert (on_cores.depth, on_cores.min_microbatch, on_cores.microbatch_rows) == (2, 16, 32)
+
+
+def test_stages_that_share_a_gpu_run_all_that_decode_in_one_step() -> None:
+    shares = [replace(card, compute="the one") for card in cards(4)]
+    wanted = Wanted(context=128, concurrency=64, stages=4, max_step_tokens=512, max_sequences=256)
+    plan = plan_pipeline(make_model(48), LARGE, shares, wanted)
+    assert (plan.depth, plan.min_microbatch, plan.microbatch_rows) == (2, 256, 64)
+
+
+@pytest.mark.parametrize(
+    ("count", "speed", "flops", "sequences"),
+    [
+        (1, 3e12, None, 64),
+        (1, 3e12, None, 256),
+        # Arithmetic takes most of a step: halves cost hardly more than the whole.
+        (1, 3e12, 3e9, 64),
+        (1, 3e13, 3e9, 64),
+        (1, 3e13, 3e9, 8),
+        (2, 3e12, None, 64),
+        (4, 3e12, None, 64),
+        (4, 3e12, 3e9, 64),
+        # A step is shorter than the host's part of it.
+        (2, 1e14, None, 64),
+        (4, 3e13, 1e10, 256),
+        # Few steps a second, and the host's part is nothing.
+        (3, 1e11, None, 32),
+    ],
+)
+def test_on_gpus_no_other_flight_gives_many_more_tokens(
+    count: int, speed: float, flops: float | None, sequences: int
+) -> None:
+    model, devices = make_model(48), cards(count, speed, flops)
+    wanted = Wanted(context=128, concurrency=sequences, stages=count, max_step_tokens=512, max_sequences=256)
+    plan = plan_pipeline(model, LARGE, devices, wanted)
+    costs = StageCosts(model, LARGE, devices, wanted, 1)
+
+    def seconds(stage: int, rows: int) -> float:
+        spec = plan.specs[stage]
+        return costs.seconds(stage, spec.first_layer, spec.end_layer, head=spec.has_head, rows=rows)
+
+    rates = {
+        (depth, least): tokens_a_second(seconds, count, sequences, depth, least)
+        for depth in {*range(1, count + 3), plan.depth}
+        for least in {1, 16, 64, 256, plan.min_microbatch}
+    }
+    # Fewer plans than stages must bring a tenth, and the model of the time takes the largest of the scheduler's groups.
+    assert rates[plan.depth, plan.min_microbatch] > 0.88 * max(rates.values())
+    if count == 1:
+        assert rates[plan.depth, plan.min_microbatch] > 0.97 * max(rates.values())
+
+
+@pytest.mark.parametrize(
+    ("count", "speed", "flops", "sequences", "flight"),
+    [
+        (1, 3e12, 3e9, 64, (2, 256)),
+        # The weights are read again in less time than the host takes.
+        (1, 3e13, 3e9, 64, (2, 1)),
+        (4, 3e12, None, 64, (4, 1)),
+        (4, 3e13, 1e10, 64, (5, 1)),
+        (4, 3e12, None, 1, (4, 1)),
+        (2, 1e14, None, 64, (1, 1)),
+    ],
+)
+def test_flights_on_gpus(
+    count: int, speed: float, flops: float | None, sequences: int, flight: tuple[int, int]
+) -> None:
+    wanted = Wanted(context=128, concurrency=sequences, stages=count, max_step_tokens=512, max_sequences=256)
+    plan = plan_pipeline(make_model(48), LARGE, cards(count, speed, flops), wanted)
+    assert (plan.depth, plan.min_microbatch) == flight
+
+
+def tokens_a_second(
+    seconds: Callable[[int, int], float], stages: int, sequences: int, depth: int, min_microbatch: int
+) -> float:
+    """Of the real scheduler over stages that take that long for so many rows, on a clock of its own."""
+    config = SchedulerConfig(
+        num_blocks=8 * sequences,
+        block_size=16,
+        max_context=128,
+        depth=depth,
+        min_microbatch=min_microbatch,
+        max_step_tokens=512,
+        prefill_chunk=512,
+        max_sequences=256,
+    )
+    scheduler = Scheduler(config)
+    for index in range(sequences):
+        scheduler.add(NewRequest(str(index), (1,), SamplingParams(seed=0, ignore_eos=True)))
+    now, tokens, marks = 0.0, 0, []
+    free = [0.0] * stages
+    in_flight: deque[tuple[float, StepPlan]] = deque()
+    while tokens < 100 * sequences:
+        while (plan := scheduler.schedule()) is not None:
+            now += HOST_SECONDS + HOST_ROW_SECONDS * plan.num_tokens
+            done = now
+            for stage in range(stages):
+                free[stage] = done = max(done, free[stage]) + seconds(stage, plan.num_tokens)
+            in_flight.append((done, plan))
+        done, plan = in_flight.popleft()
+        now = max(now, done)
+        scheduler.update(StepResult(plan.step_id, tuple(SampledToken(run.seq_id, 1) for run in plan.runs)))
+        tokens += len(plan.runs)
+        marks.append((now, tokens))
+    # From where the groups have found their sizes.
+    began, first = next(mark for mark in marks if mark[1] >= 20 * sequences)
+    return (tokens - first) / (now - began)
 
 
 def test_shared_cores_bring_no_speed_and_own_devices_do() -> None:
