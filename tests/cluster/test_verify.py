@@ -29,7 +29,7 @@ from shardline.kernels.cpu.backend import CpuBackend
 from shardline.scheduler import InvalidParameterError, SampledToken
 from shardline.scheduler.plan import StepPlan
 from shardline.stage import StageSpec
-from shardline.stage import stage as stage_module
+from shardline.stage import sequences as sequences_module
 from shardline.stage.stage import StepOutput
 
 CASE = Case(split=(30,), block_size=16, prefill_chunk=None, batch=5, warm=False, preempted=False, seeded=True)
@@ -116,7 +116,7 @@ def forgetful_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """While several sequences decode, the last one reads its first block where the first one has its own."""
-    step_rows = stage_module.step_rows
+    step_rows = sequences_module._step_rows
 
     def faulty(*arguments: Any) -> Any:
         rows = step_rows(*arguments)
@@ -124,7 +124,7 @@ def wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
             rows.block_tables[-1, 0] = rows.block_tables[0, 0]
         return rows
 
-    monkeypatch.setattr(stage_module, "step_rows", faulty)
+    monkeypatch.setattr(sequences_module, "_step_rows", faulty)
 
 
 SMALL = ["--splits", "30", "--block-sizes", "16", "--chunks", "0", "--batches", "5", "--tokens", "5"]
