@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 from cupy_backends.cuda.api import driver
 
-from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.compile import Compiled, compile_kernels
 from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.errors import LaunchError
 
-_PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _Source = tuple[str, tuple[tuple[str, int], ...]]
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -139,8 +137,6 @@ class Modules:
                 self._modules[source] = module
                 del self._compiled[source]
             function = self._functions[source, kernel] = module.get_function(kernel)
-            if tables.SHARED_CARVEOUT is not None:
-                driver.funcSetAttribute(function.ptr, _PREFERRED_CARVEOUT, tables.SHARED_CARVEOUT)
         if shared_bytes > self._shared.get((source, kernel), 0):
             driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
             self._shared[source, kernel] = shared_bytes

@@ -9,12 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-SHARED_CARVEOUT: int | None = None
-"""Per cent of a multiprocessor's L1 that is shared memory, for every kernel; None: as the driver chooses for each.
-
-Where two kernels want different shares, the second may have to wait for all of the first to leave.
-"""
-
 BLOCK_K = 64
 """Input channels of one packed block."""
 
@@ -136,7 +130,7 @@ TILE_COSTS = (
     TileCost(34.2, 24.0, 3.4, 1.1, 2),
     TileCost(48.0, 34.5, 3.6, 3.1, 1),
 )
-"""Fitted to times of all tiles and splits of seven shapes, ten numbers of tokens each: 1 % off the best on average."""
+"""Fitted to times of all tiles and splits of eight shapes, ten numbers of tokens each: 1 % off the best on average."""
 
 SPLIT_PARTIALS = 12
 CLUSTER_SLOTS = 0.967

@@ -224,7 +224,7 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
 #endif
 
 // Results that wait for their stores: the numbers that they need are read for all of them before the first is written, or each store
-// would wait for a read of its own. `f` [PAIRS][MI][2] are sums of tokens first_token[p] and + 1, channels channel0[p] + i * 16.
+// would wait for a read of its own. `f` [PAIRS][MI][2] are sums of tokens token[p] and + 1, channels channel[p] + i * 16.
 template <int PAIRS, int MI, bool GATED>
 struct Results {
     float scale[PAIRS][2], bias[PAIRS][MI], before[PAIRS][MI][2];
