@@ -16,6 +16,12 @@ from typing import Any, NamedTuple
 
 from shardline.scheduler.params import SamplingParams
 
+AHEAD = -1
+"""In place of a token id: the token that this sequence samples in a plan before, whose result has not come yet.
+
+Only a scheduler with `SchedulerConfig.ahead` plans so, and only in a run of exactly one token: the stage, which has the
+embedding and samples, takes the token from what it chose for the sequence last."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
@@ -42,7 +48,7 @@ class SequenceRun(NamedTuple):
     Attributes:
         seq_id: The sequence.
         position: Absolute position of the first of `token_ids`.
-        token_ids: The tokens to run, one or more, at consecutive positions.
+        token_ids: The tokens to run, one or more, at consecutive positions; `(AHEAD,)` for one that is being sampled.
         new_block_ids: Blocks appended to its block table before the step.
         samples: Whether the step samples a token from the logits of the last of `token_ids`.
     """
