@@ -1,6 +1,7 @@
 """What every backend does: the ops of one decoder, on arrays of its own device.
 
-Ops are *enqueued* in order and return nothing; `read` and `sample` wait for what was enqueued before them. Arrays are
+Ops are *enqueued* in order and return nothing; `read` and `sample` wait for what was enqueued before them, `read_later`
+and `sample_later` leave the wait to a `Pending`, and what is enqueued in the meantime changes nothing of it. Arrays are
 the device's own (NumPy for the CPU), float32 and C-contiguous unless an op says otherwise. An output never overlaps an
 input unless the op says so. Every op keeps the bit contract: a row's result is a function of that row, its own
 sequence's keys and values, and the weights; never of the other rows, their number, or the thread count.
@@ -14,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,6 +138,44 @@ class StepShape:
     logprobs: int = 0
 
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """A result that is on its way from a device to the host.
+
+    Its memory is its own: as many may be pending as one likes, waited for in any order, or dropped.
+    """
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would not wait for a device."""
+        ...
+
+    def wait(self) -> T_co:
+        """The result; once. From any thread, while another uses the backend, and without the interpreter's lock."""
+        ...
+
+
+class Arrived(Generic[T]):
+    """A `Pending` that nobody has to wait for."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    @property
+    def ready(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> T:
+        """The value."""
+        return self._value
+
+
 class Backend(ABC):
     """One device's arithmetic. An instance belongs to one stage and is used by one thread at a time, whichever it is: a
     backend whose device is a matter of the thread makes it the caller's itself."""
@@ -178,12 +217,16 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def read(self, source: Array) -> NDArray[Any]:
-        """Wait, then return a host copy of `source`.
+    def read_later(self, source: Array) -> Pending[NDArray[Any]]:
+        """Enqueue a copy of `source` to the host: as it is once everything before has run. Later ops may change it.
 
-        It is the caller's for as long as it, or a view of it, is held: hidden states are sent right out of it, while
-        later steps run.
+        The copy is the caller's for as long as it, or a view of it, is held: hidden states are sent right out of it,
+        while later steps run.
         """
+
+    def read(self, source: Array) -> NDArray[Any]:
+        """Wait, then return a host copy of `source`; see `read_later`."""
+        return self.read_later(source).wait()
 
     @abstractmethod
     def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
@@ -252,10 +295,21 @@ class Backend(ABC):
         """Enqueue what the attention ops of all layers share, once a step before them; `rows` and `cache` as theirs."""
 
     @abstractmethod
-    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int, *, scale: float = 1.0) -> None:
+    def embedding(
+        self,
+        token_ids: Array,
+        weight: Weight,
+        out: Array,
+        rows: int,
+        *,
+        scale: float = 1.0,
+        last_tokens: Array | None = None,
+    ) -> None:
         """out[r, :] = scale * weight[token_ids[r], :] for r < rows; both rounded to float32.
 
-        token_ids int32 [>= rows], weight [vocab, K] from `load_matrix`, out [>= rows, K].
+        token_ids int32 [>= rows], weight [vocab, K] from `load_matrix`, out [>= rows, K]; last_tokens int32 [places].
+        With it, an id below 0 stands for last_tokens[-1 - id], which `sample_later` wrote. An id outside of the matrix,
+        or of last_tokens, gives a row of NaN.
         """
 
     @abstractmethod
@@ -426,5 +480,24 @@ class Backend(ABC):
         """out[i] = x[indices[i]] for i < count. x, out [.., K]; indices int32."""
 
     @abstractmethod
+    def sample_later(
+        self,
+        logits: Array,
+        batch: SamplingBatch,
+        last_tokens: Array | None = None,
+        places: NDArray[np.int32] | None = None,
+    ) -> Pending[SampleOutput]:
+        """Enqueue the choice of one token a row. logits [>= batch.rows, vocab], left unchanged. See `SamplingBatch`.
+
+        Row r's token also goes to last_tokens[places[r]], an array of the device: for the embedding of a step that is
+        enqueued before this one's tokens are known to the host. `batch` and `places` may be changed by the caller as
+        soon as this returns.
+
+        Args:
+            last_tokens: int32 [places]; None: tokens go to the host alone.
+            places: int32 [batch.rows], all different, on the host; given with last_tokens and only with it.
+        """
+
     def sample(self, logits: Array, batch: SamplingBatch) -> SampleOutput:
-        """Wait, then choose one token a row. logits [>= batch.rows, vocab], left unchanged. See `SamplingBatch`."""
+        """Wait, then choose one token a row; see `sample_later`."""
+        return self.sample_later(logits, batch).wait()

@@ -6,6 +6,11 @@ device's arrays have: dtype, shape and `flags.c_contiguous`.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from shardline.kernels.backend import Array, KVLayout, RopeTable, Rows
 from shardline.kernels.experts import RouterRule
 from shardline.kernels.sampling import SamplingBatch
@@ -30,10 +35,12 @@ def count(name: str, rows: int) -> None:
     assert rows >= 1, f"{name} is {rows}"
 
 
-def embedding(token_ids: Array, vocab: int, inputs: int, out: Array, rows: int) -> None:
+def embedding(token_ids: Array, inputs: int, out: Array, rows: int, last_tokens: Array | None) -> None:
     """Of `Backend.embedding`."""
     count("rows", rows)
     vector("token_ids", token_ids, rows, "int32")
+    if last_tokens is not None:
+        _array("last_tokens", last_tokens, "int32", 1)
     table("out", out, rows, inputs)
 
 
@@ -205,24 +212,54 @@ def _array(name: str, array: Array, dtype: str, dimensions: int) -> None:
     )
 
 
-def sample(logits: Array, batch: SamplingBatch) -> None:
-    """Of `Backend.sample`; the batch's arrays are the host's."""
+def sample(
+    logits: Array, batch: SamplingBatch, last_tokens: Array | None = None, places: NDArray[np.int32] | None = None
+) -> None:
+    """Of `Backend.sample_later`; the batch's arrays and the places are the host's."""
     rows, vocab = batch.rows, logits.shape[1]
     count("rows", rows)
     table("logits", logits, rows, vocab)
-    for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"):
-        vector(name, getattr(batch, name), rows)
-    for name, dtype in (("top_k", "int32"), ("logprobs", "int32"), ("seed", "uint64"), ("position", "int64")):
-        _array(name, getattr(batch, name), dtype, 1)
-        assert getattr(batch, name).shape == (rows,), f"{name} is {getattr(batch, name).shape}, not [{rows}]"
-    for kind, value, dtype in (("bias", "values", "float32"), ("history", "counts", "int32")):
-        offsets, ids = getattr(batch, f"{kind}_offsets"), getattr(batch, f"{kind}_ids")
-        values = getattr(batch, f"{kind}_{value}")
-        _array(f"{kind}_offsets", offsets, "int64", 1)
-        _array(f"{kind}_ids", ids, "int32", 1)
-        _array(f"{kind}_{value}", values, dtype, 1)
-        assert offsets.shape == (rows + 1,), f"{kind}_offsets is {offsets.shape}, not [{rows + 1}]"
-        assert offsets[0] == 0, f"{kind}_offsets start at {offsets[0]}"
-        assert offsets[-1] == len(ids) == len(values), f"{kind}_offsets end at {offsets[-1]} of {len(ids)} entries"
-        assert (offsets[1:] >= offsets[:-1]).all(), f"{kind}_offsets descend"
-        assert len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab), f"a {kind} id is outside of 0..{vocab - 1}"
+    for name, dtype in _SAMPLED_ROWS:
+        _of_length(name, getattr(batch, name), dtype, rows)
+    _entries("bias", batch.bias_offsets, batch.bias_ids, batch.bias_values, "float32", rows, vocab)
+    _entries("history", batch.history_offsets, batch.history_ids, batch.history_counts, "int32", rows, vocab)
+    assert (last_tokens is None) == (places is None), "last_tokens and places go together"
+    if last_tokens is not None and places is not None:
+        _array("last_tokens", last_tokens, "int32", 1)
+        _of_length("places", places, "int32", rows)
+        inside = places.min() >= 0 and places.max() < last_tokens.shape[0]
+        assert inside, f"places are {places.min()} to {places.max()}, of {last_tokens.shape[0]}"
+
+
+_SAMPLED_ROWS = (
+    *((name, "float32") for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")),
+    ("top_k", "int32"),
+    ("logprobs", "int32"),
+    ("seed", "uint64"),
+    ("position", "int64"),
+)
+"""Of `SamplingBatch`: one number a row."""
+
+
+def _entries(
+    kind: str,
+    offsets: NDArray[np.int64],
+    ids: NDArray[np.int32],
+    values: NDArray[Any],
+    dtype: str,
+    rows: int,
+    vocab: int,
+) -> None:
+    """Biases or histories, any number a row."""
+    _of_length(f"{kind}_offsets", offsets, "int64", rows + 1)
+    _array(f"{kind}_ids", ids, "int32", 1)
+    _array(f"{kind} values", values, dtype, 1)
+    assert offsets[0] == 0, f"{kind}_offsets start at {offsets[0]}"
+    assert offsets[-1] == len(ids) == len(values), f"{kind}_offsets end at {offsets[-1]} of {len(ids)} entries"
+    assert (offsets[1:] >= offsets[:-1]).all(), f"{kind}_offsets descend"
+    assert len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab), f"a {kind} id is outside of 0..{vocab - 1}"
+
+
+def _of_length(name: str, array: NDArray[Any], dtype: str, length: int) -> None:
+    _array(name, array, dtype, 1)
+    assert array.shape[0] == length, f"{name} is {array.shape}, not [{length}]"

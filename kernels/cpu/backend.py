@@ -1,7 +1,7 @@
 """The CPU backend: ops become records of a command list, which a team of threads runs when a result is wanted.
 
 Calling compiled code once an op would cost more than most ops of a decode step take. So an op only checks its arguments
-and appends a record (addresses and sizes) to the list, as to a CUDA stream; `read`, `synchronize` and `sample` run it.
+and appends a record (addresses and sizes) to the list, as to a CUDA stream; what reads a result runs it, at once.
 `replay` keeps a list under a key, as a CUDA graph, and enqueues it again without calling the ops.
 """
 
@@ -15,7 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.kernels import checks
-from shardline.kernels.backend import Array, KVCache, KVLayout, RopeTable, Rows, StepShape, Weight
+from shardline.kernels.backend import (
+    Array,
+    Arrived,
+    KVCache,
+    KVLayout,
+    Pending,
+    RopeTable,
+    Rows,
+    StepShape,
+    Weight,
+)
 from shardline.kernels.cpu import linear, operations, pool, sample
 from shardline.kernels.cpu.attention import attention_scratch_bytes
 from shardline.kernels.cpu.commands import address, float_bits
@@ -62,9 +72,9 @@ class CpuBackend(ProductOps, ExpertOps):
         self.synchronize()
         target[: len(host)] = host
 
-    def read(self, source: Array) -> NDArray[Any]:
+    def read_later(self, source: Array) -> Pending[NDArray[Any]]:
         self.synchronize()
-        return np.array(source)
+        return Arrived(np.array(source))
 
     def allocate_kv(self, layout: KVLayout) -> KVCache:
         cache = pool.allocate(layout)
@@ -102,8 +112,17 @@ class CpuBackend(ProductOps, ExpertOps):
     def begin_step(self, rows: Rows, cache: KVCache, query_heads: int) -> None:
         pass  # the attention of this backend shares nothing between layers
 
-    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int, *, scale: float = 1.0) -> None:
-        checks.embedding(token_ids, weight.channels, weight.inputs, out, rows)
+    def embedding(
+        self,
+        token_ids: Array,
+        weight: Weight,
+        out: Array,
+        rows: int,
+        *,
+        scale: float = 1.0,
+        last_tokens: Array | None = None,
+    ) -> None:
+        checks.embedding(token_ids, weight.inputs, out, rows, last_tokens)
         self._enqueue(
             linear.embedding,
             self._shares(rows, 32 * weight.inputs),
@@ -115,8 +134,10 @@ class CpuBackend(ProductOps, ExpertOps):
                 weight.inputs,
                 rows,
                 float_bits(scale),
+                address(last_tokens),
+                0 if last_tokens is None else len(last_tokens),
             ),
-            (weight, token_ids, out),
+            (weight, token_ids, out, last_tokens),
         )
 
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rows: int) -> None:
@@ -222,15 +243,23 @@ class CpuBackend(ProductOps, ExpertOps):
             (x, indices, out),
         )
 
-    def sample(self, logits: Array, batch: SamplingBatch) -> SampleOutput:
-        checks.sample(logits, batch)
+    def sample_later(
+        self,
+        logits: Array,
+        batch: SamplingBatch,
+        last_tokens: Array | None = None,
+        places: NDArray[np.int32] | None = None,
+    ) -> Pending[SampleOutput]:
+        checks.sample(logits, batch, last_tokens, places)
         self._reserve_sampling(logits.shape[1])
         output = sample.new_output(batch)
         words = sample.describe(logits, batch, output, self._sample_scratch)
         shares = self._shares(batch.rows, logits.shape[1])
         self._enqueue(sample.sample_operation, shares, (address(words),), (words,))
         self.synchronize()
-        return output
+        if last_tokens is not None:
+            last_tokens[places] = output.token_ids
+        return Arrived(output)
 
 
 def _rope_words(rope: RopeTable) -> tuple[int, ...]:

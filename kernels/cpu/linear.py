@@ -226,17 +226,21 @@ def order_row(x: int, order: int, out: int, inputs: int) -> None:
 
 @operation
 def embedding(worker: int, share: int, num_shares: int, record: int) -> None:
-    """Words: parts, number of parts, token_ids, out, inputs, rows, scale (float64 bits). An id outside the matrix gives
-    a row of NaN."""
+    """Words: parts, number of parts, token_ids, out, inputs, rows, scale (float64 bits), last_tokens, their number. An
+    id below 0 is that of a last token. One outside the matrix, or the last tokens, gives a row of NaN."""
     words = carray(pointer(record), (16,), np.int64)
     parts = carray(pointer(words[0]), (words[1], PART_WORDS), np.int64)
     inputs, rows = words[4], words[5]
     factor = np.float32(float64_of_bits(words[6]))
     token_ids = carray(pointer(words[2]), (rows,), np.int32)
     out = carray(pointer(words[3]), (rows, inputs), np.float32)
+    places = words[8]
+    last_tokens = carray(pointer(words[7]), (places,), np.int32)
     first_row, end_row = range_of(share, num_shares, rows)
     for row in range(first_row, end_row):
         token = np.int64(token_ids[row])
+        if -places <= token < 0:
+            token = np.int64(last_tokens[-1 - token])
         found = False
         for index in range(words[1]):
             part = parts[index]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.kernels.backend import Array, Backend, KVCache, KVLayout, StepShape
+from shardline.kernels.backend import Array, Arrived, Backend, KVCache, KVLayout, Pending, StepShape
 from shardline.kernels.cuda import entry, tables
 from shardline.kernels.cuda.arrays import Activations, new_activations, new_pool
 from shardline.kernels.cuda.cupy_import import cupy
@@ -101,11 +101,11 @@ class CudaCore(Backend):
         assert target.flags.c_contiguous, "write wants a contiguous array"
         self._uploads.send(target.data.ptr, host)
 
-    def read(self, source: Array) -> NDArray[Any]:
+    def read_later(self, source: Array) -> Pending[NDArray[Any]]:
         if isinstance(source, Activations):
-            return source.read(self._stream)
+            return Arrived(source.read(self._stream))
         assert source.flags.c_contiguous, "read wants a contiguous array"
-        return self._downloads.fetch(source)
+        return Arrived(self._downloads.fetch(source))
 
     def allocate_kv(self, layout: KVLayout) -> KVCache:
         if layout.dtype not in ("float16", "int8"):

@@ -46,8 +46,18 @@ class ProductOps(StagedProducts):
         self._settle()
         return kept
 
-    def embedding(self, token_ids: Array, weight: Weight, out: Array, rows: int, *, scale: float = 1.0) -> None:
-        checks.embedding(token_ids, weight.channels, weight.inputs, out, rows)
+    def embedding(
+        self,
+        token_ids: Array,
+        weight: Weight,
+        out: Array,
+        rows: int,
+        *,
+        scale: float = 1.0,
+        last_tokens: Array | None = None,
+    ) -> None:
+        checks.embedding(token_ids, weight.inputs, out, rows, last_tokens)
+        assert last_tokens is None, "last tokens are not read yet"
         (part,) = weight.parts
         arguments: list[Any] = [token_ids, part.integers, part.scale, part.minimum, out]
         arguments += [int32(weight.inputs), int32(part.blocks)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardline.kernels import checks
-from shardline.kernels.backend import Array
+from shardline.kernels.backend import Array, Arrived, Pending
 from shardline.kernels.cuda.core import CudaCore, int32
 from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.pack import pad_to
@@ -37,8 +38,15 @@ INPUTS = (
 class SamplingOps(CudaCore):
     """`Backend.sample`."""
 
-    def sample(self, logits: Array, batch: SamplingBatch) -> SampleOutput:
-        checks.sample(logits, batch)
+    def sample_later(
+        self,
+        logits: Array,
+        batch: SamplingBatch,
+        last_tokens: Array | None = None,
+        places: NDArray[np.int32] | None = None,
+    ) -> Pending[SampleOutput]:
+        checks.sample(logits, batch, last_tokens, places)
+        assert last_tokens is None, "last tokens are not written yet"
         rows, vocab = batch.rows, logits.shape[1]
         width = max(int(batch.logprobs.max(initial=0)), 0)
         adjusts = batch.bias_offsets[-1] > 0 or batch.history_offsets[-1] > 0
@@ -59,12 +67,13 @@ class SamplingOps(CudaCore):
         arguments = (logits, work, int32(vocab), *given, *taken, int32(width))
         self._launch(("sample", "sample"), (rows,), 1024, arguments)
         token_ids, logprobs, top_ids, top_logprobs = np.split(self.read(sampled), places[1:-1])
-        return SampleOutput(
+        output = SampleOutput(
             token_ids,
             logprobs.view(np.float32),
             top_ids.reshape(rows, width),
             top_logprobs.view(np.float32).reshape(rows, width),
         )
+        return Arrived(output)
 
     def _scratch(self, name: str, size: int, dtype: str) -> Array:
         """A flat array for this op alone, which is never recorded: it may grow without a record being lost."""

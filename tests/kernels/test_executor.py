@@ -247,6 +247,21 @@ def test_a_write_comes_after_what_was_enqueued_before_it(cpu: MakeBackend) -> No
     assert backend.read(x)[:, 0].tolist() == [2, 2, 1]
 
 
+def test_what_is_read_later_is_of_its_place_in_the_order(cpu: MakeBackend) -> None:
+    backend = cpu(2)
+    x, indices = backend.upload(np.arange(6, dtype=np.float32).reshape(3, 2)), backend.upload(np.zeros(3, np.int32))
+    out = backend.empty((3, 2), "float32")
+    pending = []
+    for value in range(3):
+        backend.write(indices, np.full(3, value, np.int32))
+        backend.gather_rows(x, indices, out, 3)
+        pending.append(backend.read_later(out))
+    backend.write(out, np.full((3, 2), -1, np.float32))
+    assert all(one.ready for one in pending)
+    for value, one in reversed(list(enumerate(pending))):
+        assert (one.wait() == [2 * value, 2 * value + 1]).all()
+
+
 def test_read_gives_a_copy(cpu: MakeBackend) -> None:
     backend = cpu(1)
     x = backend.upload(np.ones((2, 3), np.float32))

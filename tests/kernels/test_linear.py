@@ -357,3 +357,42 @@ def test_gather_rows_copies_bits(cpu: MakeBackend, threads: int) -> None:
     np.testing.assert_array_equal(result[:5].view(np.uint32), x[indices[:5]].view(np.uint32))
     assert np.isnan(result[5:7]).all()
     assert (result[7] == 0).all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_id_below_0_is_the_last_token_of_its_place(
+    cpu: MakeBackend, random_matrix: MakeMatrix, threads: int
+) -> None:
+    backend = cpu(threads)
+    weight = backend.load_matrix([random_matrix(70, 64), random_matrix(9, 64, bits=8)])
+    last = np.array([7, 78, 0, 69, 5], np.int32)
+    ids = np.array([3, -1, -5, -2, -4, 78, -2, -3], np.int32)
+
+    def resolved(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.array([tokens[-1 - i] if i < 0 else i for i in ids], np.int32)
+
+    plain, ahead = (backend.upload(np.full((9, 64), 7, np.float32)) for _ in range(2))
+    device_last = backend.upload(last)
+    backend.embedding(backend.upload(ids), weight, ahead, 8, scale=3.0, last_tokens=device_last)
+    backend.embedding(backend.upload(resolved(last)), weight, plain, 8, scale=3.0)
+    np.testing.assert_array_equal(backend.read(ahead), backend.read(plain))
+    # The array is read when the op runs, not when it is enqueued.
+    backend.replay("ahead", lambda: backend.embedding(backend.upload(ids), weight, ahead, 8, last_tokens=device_last))
+    backend.write(device_last, last[::-1].copy())
+    backend.replay("ahead", lambda: pytest.fail("recorded"))
+    backend.embedding(backend.upload(resolved(last[::-1])), weight, plain, 8)
+    np.testing.assert_array_equal(backend.read(ahead), backend.read(plain))
+
+
+def test_a_place_outside_the_last_tokens_and_a_last_token_outside_the_vocabulary_poison_their_rows(
+    cpu: MakeBackend, random_matrix: MakeMatrix
+) -> None:
+    backend = cpu(2)
+    weight = backend.load_matrix([random_matrix(70, 64)])
+    out = backend.upload(np.zeros((7, 64), np.float32))
+    # The array ends in the middle of one that has a token for every place.
+    last = backend.upload(np.array([69, -1, 70, -3, 1, 1, 1, 1], np.int32))[:4]
+    ids = np.array([-1, -2, -3, -4, -5, -(2**31), 2], np.int32)
+    backend.embedding(backend.upload(ids), weight, out, 7, last_tokens=last)
+    poisoned = np.isnan(backend.read(out)).all(axis=1).tolist()
+    assert poisoned == [False, True, True, True, True, True, False]

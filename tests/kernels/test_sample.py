@@ -56,6 +56,44 @@ def sample(backend: Backend, logits: np.ndarray, rows: Sequence[Row]) -> SampleO
     return output
 
 
+def test_tokens_go_to_their_places_too(cpu: Callable[[int], Backend]) -> None:
+    backend, rng = cpu(3), np.random.default_rng(5)
+    vocab, rows = 200, [Row(temperature=1.0, seed=seed) for seed in range(8)]
+    last = backend.upload(np.full(12, -7, np.int32))
+    first, second = (backend.upload(rng.standard_normal((8, vocab)).astype(np.float32)) for _ in range(2))
+    places = np.array([11, 0, 5, 6, 2, 9, 3, 4], np.int32)
+    pending = backend.sample_later(first, batch_of(rows), last, places)
+    wanted = np.full(12, -7, np.int32)
+    wanted[places] = backend.sample(first, batch_of(rows)).token_ids
+    np.testing.assert_array_equal(backend.read(last), wanted)
+    # The next step's tokens take these places before the first step's have been waited for.
+    later = backend.sample_later(second, batch_of(rows[:3]), last, places[:3][::-1].copy())
+    wanted[places[:3][::-1]] = backend.sample(second, batch_of(rows[:3])).token_ids
+    np.testing.assert_array_equal(backend.read(last), wanted)
+    assert pending.ready
+    np.testing.assert_array_equal(later.wait().token_ids, backend.sample(second, batch_of(rows[:3])).token_ids)
+    np.testing.assert_array_equal(pending.wait().token_ids, backend.sample(first, batch_of(rows)).token_ids)
+
+
+def test_refuses_places_that_are_none(cpu: Callable[[int], Backend]) -> None:
+    backend = cpu(1)
+    logits, batch = backend.upload(np.zeros((3, 9), np.float32)), batch_of([Row()] * 3)
+    last, places = backend.upload(np.zeros(4, np.int32)), np.array([3, 0, 1], np.int32)
+    for wrong, message in (
+        ((last, None), "go together"),
+        ((None, places), "go together"),
+        ((last, places + np.int32(1)), "places are 1 to 4"),
+        ((last, places - np.int32(1)), "places are -1 to 2"),
+        ((last, places[:2]), "places is"),
+        ((last, places.astype(np.int64)), "places is int64"),
+        ((last.view(np.float32), places), "last_tokens is float32"),
+        ((last.reshape(2, 2), places), "1 dimensions"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            backend.sample_later(logits, batch, *wrong)
+    assert not backend.read(last).any()
+
+
 def noise(seed: int, position: int, vocab: int) -> np.ndarray:
     """Philox 4x32-10 once more, from its paper, in NumPy."""
     mask = np.uint64(0xFFFFFFFF)
