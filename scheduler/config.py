@@ -32,6 +32,9 @@ class SchedulerConfig:
         vocab_size: For checking token ids.
         priority_span: A request is overtaken by at most this many later requests for each priority that they are ahead
             of it, so that a steady stream of urgent requests does not starve the others.
+        ahead: Plan a sequence's next token while the one before is still being sampled (see `plan.AHEAD`). Only for a
+            pipeline of one stage, which has embedding and head on one device; with a depth of 2, so that the stage
+            always has a step to go on with. All that decode are in one plan then, whatever `depth` is.
 
     Raises:
         InvalidParameterError: a value is out of range; names the field, the value and what is allowed.
@@ -51,6 +54,7 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 2**31 - 1
     priority_span: int = 1024
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         for field in (
@@ -71,5 +75,7 @@ class SchedulerConfig:
         size = self.block_size
         if isinstance(size, bool) or not isinstance(size, int) or size < MIN_BLOCK_SIZE or size & (size - 1):
             raise InvalidParameterError("block_size", size, f"a power of two from {MIN_BLOCK_SIZE} up")
+        if not isinstance(self.ahead, bool):
+            raise InvalidParameterError("ahead", self.ahead, "True or False")
         if not isinstance(self.watermark, int) or not 0 <= self.watermark < self.num_blocks:
             raise InvalidParameterError("watermark", self.watermark, f"an integer from 0 to {self.num_blocks - 1}")

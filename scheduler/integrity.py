@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from shardline.scheduler.sequence import Rank, Sequence
@@ -28,14 +29,13 @@ def check(scheduler: Scheduler) -> None:
     for plan in scheduler._in_flight:
         if any(sequence in scheduler._suspects for sequence in plan.sequences):
             assert len(scheduler._in_flight) == plan.size == 1, "a suspect has company"
-    in_flight = [seq_id for plan in scheduler._in_flight for seq_id in plan.sampling]
-    assert len(set(in_flight)) == len(in_flight), "a sequence samples in two plans in flight"
+    in_flight = Counter(seq_id for plan in scheduler._in_flight for seq_id in plan.sampling)
     scheduler._prefixes.check(scheduler._running.values())
     for seq_id, sequence in scheduler._running.items():
-        _check_running(scheduler, seq_id, sequence, seq_id in in_flight)
+        _check_running(scheduler, seq_id, sequence, in_flight[seq_id])
 
 
-def _check_running(scheduler: Scheduler, seq_id: int, sequence: Sequence, sampling: bool) -> None:
+def _check_running(scheduler: Scheduler, seq_id: int, sequence: Sequence, sampling: int) -> None:
     name = f"sequence {seq_id}"
     assert sequence.seq_id == seq_id, f"{name} is kept as {sequence.seq_id}"
     assert len(set(sequence.table)) == len(sequence.table), f"{name} has a block twice"
@@ -43,7 +43,10 @@ def _check_running(scheduler: Scheduler, seq_id: int, sequence: Sequence, sampli
     for index, block_id in enumerate(sequence.table):
         written_later = (index + 1) * scheduler.config.block_size > sequence.num_computed
         assert not written_later or scheduler._pool.holders(block_id) == 1, f"{name} would write to a shared block"
-    state = (sequence.lag == 1, sequence.lag > 1, sequence.lag == 0)
+    least = -1 if scheduler.config.ahead and not sequence.params.needs_history else 0
+    assert sequence.lag >= least, f"{name} is too far ahead"
+    state = (sequence.lag == 1, sequence.lag > 1, max(0, 1 - sequence.lag))
     assert (seq_id in scheduler._ready, seq_id in scheduler._catching_up, sampling) == state, (
         f"{name} is not where its lag says"
     )
+    assert sequence.num_computed < sequence.request.max_tokens, f"{name} runs beyond its end"

@@ -26,11 +26,18 @@ class Draft:
     """The plan that is being made: how many tokens of which sequences, and how many tokens it may still take.
 
     Drafting changes nothing that the stages see: a sequence can be taken out again, and the whole draft be dropped.
+
+    Attributes:
+        counts: The tokens of each sequence.
+        budget: Tokens that it may still take.
+        ahead: It is made while tokens before it are being sampled, and so preempts nobody: the next result may end
+            somebody who has blocks.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, *, ahead: bool = False) -> None:
         self.counts: dict[Sequence, int] = {}
         self.budget = budget
+        self.ahead = ahead
 
     def put(self, sequence: Sequence, count: int) -> None:
         """Add a sequence's next `count` tokens."""
@@ -40,6 +47,29 @@ class Draft:
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out, if it is in."""
         self.budget += self.counts.pop(sequence, 0)
+
+    def give_up(self) -> None:
+        """Nothing is to come of it."""
+        self.counts.clear()
+        self.budget = 0
+
+
+def all_that_decode(running: Iterable[Sequence]) -> list[Sequence] | None:
+    """Who has one token in a plan that is made ahead: whoever is ready, and whoever is being sampled.
+
+    None when such a plan would leave somebody behind: one of those that are being sampled cannot run ahead, for its
+    penalties look at the token that is not known yet, or because it is ahead already. The plans would part then: the
+    others would have a token in each step, and that one in every other.
+    """
+    decoding = []
+    for sequence in running:
+        lag = sequence.lag
+        if lag > 1 or sequence.samples_its_last:
+            continue
+        if lag < 0 or (lag == 0 and sequence.params.needs_history):
+            return None
+        decoding.append(sequence)
+    return decoding
 
 
 def fair_share(active: int, depth: int, min_microbatch: int, in_flight: Iterable[int]) -> int:

@@ -8,8 +8,11 @@ blocks keep which tokens), `Sequence` (how far one sequence is), `fair_share` (h
     ready         one token is not computed yet: the one that was sampled last, or the last of a prompt
     catching up   more than one token is not computed yet; goes in chunks, several of which may be in flight
     sampling      everything is computed or in flight, and its next token is not known yet
+    ahead         sampling, and that next token is in flight too: the plan says `AHEAD` in its place
 
-and runs in the last three. A plan takes ready sequences first, then chunks, then admits from the queue.
+and runs in the last four. A plan takes ready sequences first, then chunks, then admits from the queue. With
+`SchedulerConfig.ahead` it takes those that are sampling along with the ready ones, so that the stage has a next step
+when it ends one; where that would leave somebody behind, or preempt somebody, the next plan waits for a result.
 
 One order rules all: a sequence's rank, by arrival and priority. The queue is sorted by it; who lacks a block takes the
 blocks of the running sequence that ranks last, never of one that ranks before itself. So the first in rank always makes
@@ -22,12 +25,13 @@ from collections import deque
 from collections.abc import Iterator
 
 from shardline.scheduler import integrity
+from shardline.scheduler.admission import victims_of
 from shardline.scheduler.block_pool import BlockPool
 from shardline.scheduler.config import SchedulerConfig
 from shardline.scheduler.errors import InvalidParameterError, QueueFullError
 from shardline.scheduler.limits import check_request, most_tokens
-from shardline.scheduler.microbatch import Draft, InFlight, fair_share
-from shardline.scheduler.plan import SequenceRun, StepPlan, StepResult
+from shardline.scheduler.microbatch import Draft, InFlight, all_that_decode, fair_share
+from shardline.scheduler.plan import StepPlan, StepResult
 from shardline.scheduler.prefix import PrefixCache
 from shardline.scheduler.request import NewRequest, SchedulerStats, SequenceUpdate
 from shardline.scheduler.sequence import RequestState, Sequence
@@ -100,10 +104,12 @@ class Scheduler:
                 return None
             if self._take_suspect(draft):
                 return self._issue(draft)
+        if self.config.ahead and self._in_flight:
+            ahead = Draft(self.config.max_step_tokens, ahead=True)
+            if self._take_all(ahead):
+                return self._issue(ahead)
         self._take_ready(draft)
-        num_chunks = self._chunk_share(draft)
-        num_chunks -= self._take_chunks(draft, num_chunks)
-        self._admit(draft, num_chunks)
+        self._take_others(draft)
         rows = self.config.max_step_tokens - draft.budget
         if rows == 0 or (self._in_flight and rows < self.config.min_microbatch):
             return None
@@ -119,16 +125,19 @@ class Scheduler:
         updates = []
         for token in result.tokens:
             sequence = self._running.get(token.seq_id)
-            if sequence is None:  # aborted or preempted since
+            if sequence is None:  # ended or preempted since
                 continue
             update = sequence.append(token)
             self._suspects.clear(sequence)
             updates.append(update)
-            if update.finish_reason is None:
-                self._ready[sequence.seq_id] = sequence
-            else:
+            if update.finish_reason is not None:
                 self._stop_running(sequence)
                 self._end(sequence)
+            elif sequence.lag == 1:
+                self._ready[sequence.seq_id] = sequence
+            else:
+                # It was ahead: only now is it known what the block keeps that this token may fill.
+                self._prefixes.publish(sequence, sequence.num_computed - 1)
         return updates
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -216,39 +225,16 @@ class Scheduler:
                 return
 
     def _make_room(self, sequence: Sequence, found: list[int], draft: Draft) -> bool:
-        """Whether a waiting sequence, of which some blocks were found, may enter now.
-
-        For a more urgent class, sequences of the less urgent ones are preempted, if that is enough.
-        """
-        running = list(self._running.values())
-        need = self._pool.blocks_for(sequence.num_tokens) - len(found)
-        # Of those found, the idle ones are available now, but not once this sequence holds them.
-        available = self._pool.num_available - self._pool.num_idle_among(found) - need
-
-        def enters(running: list[Sequence], available: int) -> bool:
-            if not running:
-                return available >= 0
-            # Who was preempted comes back when each running sequence could grow, or it would be preempted at once.
-            spare = max(self.config.watermark, len(running) if sequence.was_preempted else 0)
-            reserved = sum(self._blocks_short(other) for other in running)
-            return len(running) < self.config.max_sequences and available - reserved >= spare
-
-        if enters(running, available):
-            return True
-        by_rank = sorted(running, key=lambda other: other.rank)
-        victims: list[Sequence] = []
-        while by_rank and by_rank[-1].priority > sequence.priority and by_rank[-1].rank > sequence.rank:
-            victims.append(by_rank.pop())
-            released = self._pool.num_released_by((victim.table for victim in victims), keep=found)
-            if enters(by_rank, available + released):
-                for victim in victims:
-                    self._preempt(victim, draft)
-                return True
-        return False
-
-    def _blocks_short(self, sequence: Sequence) -> int:
-        """Blocks that a sequence needs for the tokens it has, and does not hold yet."""
-        return max(0, self._pool.blocks_for(sequence.num_tokens) - len(sequence.table))
+        """Whether a waiting sequence, of which some blocks were found, may enter now; preempts for it."""
+        victims = victims_of(sequence, found, self._running.values(), self._pool, self.config)
+        if victims is None:
+            return False
+        if victims and draft.ahead:
+            draft.give_up()
+            return False
+        for victim in victims:
+            self._preempt(victim, draft)
+        return True
 
     # Drafting a plan.
 
@@ -275,6 +261,25 @@ class Scheduler:
             if sequence.seq_id in self._ready:
                 self._reserve(sequence, 1, draft)
 
+    def _take_all(self, draft: Draft) -> bool:
+        """Draft a plan ahead, with all that decode; False when none is to be made now.
+
+        The blocks that it took before it found that stay with their sequences, which will need them.
+        """
+        decoding = all_that_decode(self._running.values())
+        if decoding is None or len(decoding) > draft.budget:
+            return False
+        if not all(self._reserve(sequence, 1, draft) for sequence in decoding):
+            return False
+        self._take_others(draft)
+        return bool(draft.counts)
+
+    def _take_others(self, draft: Draft) -> None:
+        """Besides those that decode."""
+        num_chunks = self._chunk_share(draft)
+        num_chunks -= self._take_chunks(draft, num_chunks)
+        self._admit(draft, num_chunks)
+
     def _chunk_share(self, draft: Draft) -> int:
         """How many sequences may have chunks in this plan: as the queue enters, it is spread over the plans too."""
         active = len(self._running) + min(len(self._waiting), self.config.max_sequences - len(self._running))
@@ -292,7 +297,9 @@ class Scheduler:
         return taken
 
     def _share(self, active: int, in_flight: Iterator[int]) -> int:
-        return fair_share(active, self.config.depth, self.config.min_microbatch, in_flight)
+        # Plans ahead have everybody in them: the slots are one after the other in time, not beside each other.
+        depth = 1 if self.config.ahead else self.config.depth
+        return fair_share(active, depth, self.config.min_microbatch, in_flight)
 
     def _reserve(self, sequence: Sequence, count: int, draft: Draft) -> bool:
         """Draft `count` tokens of a running sequence, with their blocks; False when it must wait for blocks."""
@@ -302,31 +309,35 @@ class Scheduler:
                 last = max(self._running.values(), key=lambda other: other.rank)
                 if last is sequence:
                     return False
+                if draft.ahead:
+                    draft.give_up()
+                    return False
                 self._preempt(last, draft)
             sequence.table.extend(self._pool.take(need))
         draft.put(sequence, count)
         return True
 
     def _issue(self, draft: Draft) -> StepPlan:
-        """Make the plan of a draft. From here on its tokens count as computed, and its full blocks can be found."""
+        """Make the plan of a draft. From here on its tokens count as computed, and its full blocks can be found.
+
+        But for a block that ends in a token which is not known yet: `update` publishes it.
+        """
         starts, runs, sampling = [], [], []
         block_size = self.config.block_size
         for sequence, count in draft.counts.items():
-            seq_id, table, first = sequence.seq_id, sequence.table, sequence.num_computed
-            end = first + count
+            first = sequence.num_computed
             if sequence.known_blocks is None:
                 starts.append(sequence.start_message(block_size))
                 sequence.known_blocks = first // block_size
-            new_blocks = tuple(table[sequence.known_blocks :]) if len(table) > sequence.known_blocks else ()
-            samples = end == sequence.num_tokens
-            runs.append(SequenceRun(seq_id, first, sequence.token_ids(first, end), new_blocks, samples))
-            sequence.known_blocks = len(table)
-            sequence.num_computed = end
-            if first // block_size != end // block_size:
+            run = sequence.run_message(count)
+            runs.append(run)
+            sequence.known_blocks = len(sequence.table)
+            sequence.num_computed = first + count
+            if sequence.lag >= 0 and first // block_size != sequence.num_computed // block_size:
                 self._prefixes.publish(sequence, first)
             self._sort_in(sequence)
-            if samples:
-                sampling.append(seq_id)
+            if run.samples:
+                sampling.append(run.seq_id)
         plan = StepPlan(self._next_step_id, tuple(self._forget), tuple(starts), tuple(runs))
         self._forget.clear()
         self._next_step_id += 1
@@ -361,7 +372,11 @@ class Scheduler:
             self._catching_up[seq_id] = sequence
 
     def _stop_running(self, sequence: Sequence) -> None:
-        """Give up a running sequence's blocks and its name. What is in flight for it will find nobody."""
+        """Give up a running sequence's blocks and its name. What is in flight for it will find nobody.
+
+        Others may have the blocks at once, though plans in flight still write to them: stages run plans in order, so
+        that what they write lands before anything of a later plan does. And a block that can be found again is full.
+        """
         self._pool.release(sequence.table)
         self._prefixes.withdraw(sequence)
         if sequence.known_blocks is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardline.scheduler.config import SchedulerConfig
 from shardline.scheduler.params import SamplingParams
-from shardline.scheduler.plan import SampledToken, SequenceStart
+from shardline.scheduler.plan import AHEAD, SampledToken, SequenceRun, SequenceStart
 from shardline.scheduler.request import NewRequest, SequenceUpdate
 
 _MASK = 2**64 - 1
@@ -63,8 +63,9 @@ class RequestState:
 class Sequence:
     """One sequence of a request.
 
-    There is no prefill and no decode phase: `num_computed` catches up with `num_tokens`. A token counts as computed as
-    soon as a plan with it was made, since stages run plans in order; the loss of a stage sets it back to 0.
+    There is no prefill and no decode phase: `num_computed` catches up with `num_tokens`, and passes it by one where
+    plans are made ahead. A token counts as computed as soon as a plan with it was made, since stages run plans in
+    order; the loss of a stage sets it back to 0.
 
     Attributes:
         request: Its request.
@@ -126,11 +127,16 @@ class Sequence:
 
     @property
     def lag(self) -> int:
-        """Tokens that no plan has computed yet; 0 while its next token is being sampled."""
+        """Tokens that no plan has computed yet; 0 while its next token is being sampled, -1 if the one after it too."""
         return self.num_tokens - self.num_computed
 
+    @property
+    def samples_its_last(self) -> bool:
+        """Whether what is in flight samples the token at which it ends with "length" at the latest."""
+        return self.num_computed >= self.num_tokens and self.num_computed + 1 >= self.request.max_tokens
+
     def token_ids(self, first: int, end: int) -> tuple[int, ...]:
-        """Its tokens at positions first <= i < end."""
+        """Its tokens at positions first <= i < end; none of them beyond those that it has."""
         prompt = self.request.request.prompt_ids
         split = len(prompt)
         if first >= split:
@@ -148,6 +154,15 @@ class Sequence:
             token_ids=self.token_ids(0, self.num_tokens),
             block_ids=tuple(self.table[: self.num_computed // block_size]),
         )
+
+    def run_message(self, count: int) -> SequenceRun:
+        """What tells the stages, which know it, to run its next `count` tokens; the one beyond those that it has is
+        `AHEAD`."""
+        first, end = self.num_computed, self.num_computed + count
+        token_ids = (AHEAD,) if first == self.num_tokens else self.token_ids(first, end)
+        assert self.known_blocks is not None
+        new_blocks = tuple(self.table[self.known_blocks :]) if len(self.table) > self.known_blocks else ()
+        return SequenceRun(self.seq_id, first, token_ids, new_blocks, end >= self.num_tokens)
 
     def append(self, token: SampledToken) -> SequenceUpdate:
         """Take its next token, and say whether it ends here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 
@@ -16,6 +16,7 @@ from shardline.scheduler import (
     StepPlan,
     StepResult,
 )
+from shardline.scheduler.plan import AHEAD
 from shardline.scheduler.sequence import derived_seed
 
 EOS = 3
@@ -70,6 +71,8 @@ class ShadowStages:
                 "prefixes": [],
                 "seed": start.params.seed,
                 "next": len(start.block_ids) * size,
+                "last": None,
+                "needs_history": start.params.needs_history,
             }
         assert len(self.sequences) <= config.max_sequences
         assert len({run.seq_id for run in plan.runs}) == len(plan.runs)
@@ -79,7 +82,15 @@ class ShadowStages:
             end = run.position + len(run.token_ids)
             assert run.position == sequence["next"], "a run does not continue where the one before ended"
             assert 1 <= len(run.token_ids) <= max(1, config.prefill_chunk)
-            assert tuple(sequence["tokens"][run.position : end]) == run.token_ids, "a run has another's tokens"
+            token_ids = tuple(sequence["tokens"][run.position : end])
+            if AHEAD in run.token_ids:
+                assert config.ahead
+                assert not sequence["needs_history"], "the penalties of a run ahead lack the token before"
+                # As in a stage: what it chose last, which is the token at this position if the run before sampled.
+                assert token_ids == (sequence["last"],), "a run ahead of nothing that was sampled"
+                assert run.token_ids == (AHEAD,)
+            else:
+                assert token_ids == run.token_ids, "a run has another's tokens"
             assert end <= config.max_context
             assert run.samples == (end == len(sequence["tokens"]))
             sequence["table"].extend(run.new_block_ids)
@@ -109,6 +120,7 @@ class ShadowStages:
             if run.samples:
                 token_id = next_token(sequence["tokens"], sequence["seed"])
                 sequence["tokens"].append(token_id)
+                sequence["last"] = token_id
                 tokens.append(SampledToken(run.seq_id, token_id))
         return StepResult(plan.step_id, tuple(tokens))
 
@@ -148,6 +160,7 @@ class Driver:
         self.finished: dict[tuple[str, int], str] = {}
         self.aborted: set[tuple[str, int]] = set()
         self.cached_tokens = {}
+        self.plans_ahead = 0
 
     def add(self, request: NewRequest, **how) -> None:
         self.scheduler.add(request, **how)
@@ -162,9 +175,18 @@ class Driver:
         if plan is None:
             assert self.results or not self.scheduler.has_unfinished(), "stuck: nothing in flight, nothing planned"
         else:
+            self.check_ahead(plan)
             self.results.append(self.stages.run(plan))
             assert len(self.results) <= self.config.depth
         return plan
+
+    def check_ahead(self, plan: StepPlan) -> None:
+        """A run says AHEAD if and only if the token before is in flight; then it needs no more than that one."""
+        waits = Counter(token.seq_id for result in self.results for token in result.tokens)
+        for run in plan.runs:
+            assert waits[run.seq_id] == (run.token_ids == (AHEAD,)), "a run ahead of two tokens, or of a known one"
+        if any(run.token_ids == (AHEAD,) for run in plan.runs):
+            self.plans_ahead += 1
 
     def deliver(self) -> list[SequenceUpdate]:
         updates = self.scheduler.update(self.results.popleft())

@@ -23,16 +23,17 @@ configs = st.builds(
     num_blocks=st.sampled_from([4, 6, 9, 40]),
     block_size=st.just(8),
     max_context=st.sampled_from([12, 40, 100]),
-    depth=st.sampled_from([1, 2, 4]),
+    depth=st.sampled_from([1, 2, 3, 4]),
     max_step_tokens=st.sampled_from([3, 9, 64]),
     prefill_chunk=st.sampled_from([5, 8, 32]),
     max_sequences=st.sampled_from([1, 3, 16]),
-    min_microbatch=st.sampled_from([1, 1, 3]),
+    min_microbatch=st.sampled_from([1, 1, 3, 16]),
     watermark=st.sampled_from([0, 2]),
     prefix_cache=st.sampled_from([True, True, True, False]),
     eos_token_ids=st.just((3,)),
     vocab_size=st.just(4),
     priority_span=st.sampled_from([2, 1024]),
+    ahead=st.booleans(),
 )
 prompts = st.one_of(
     st.integers(1, len(PREFIX)).map(lambda length: PREFIX[:length]),
@@ -47,6 +48,7 @@ sampling = st.builds(
     ignore_eos=st.booleans(),
     stop_token_ids=st.sampled_from([(), (), (2,)]),
     n=st.sampled_from([1, 1, 1, 2, 4]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.0, 0.5]),
 )
 
 

@@ -83,6 +83,7 @@ def test_penalties_need_the_tokens_before(changes):
         ("watermark", [-1, 64, 1.5]),
         ("vocab_size", [0]),
         ("priority_span", [0]),
+        ("ahead", [1, None]),
     ],
 )
 def test_wrong_configuration(config, field, values):

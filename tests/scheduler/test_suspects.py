@@ -224,6 +224,7 @@ def test_a_request_that_is_to_run_alone_is_the_next_and_is_never_refused(driver,
             "max_sequences": st.sampled_from([1, 3, 16]),
             "min_microbatch": st.sampled_from([1, 3]),
             "watermark": st.sampled_from([0, 2]),
+            "ahead": st.booleans(),
         }
     ),
 )
