@@ -31,7 +31,7 @@ from shardline.cluster.stage_loading import LoadedStage, ModelIdentity
 from shardline.scheduler import StepPlan, StepResult
 from shardline.scheduler.plan import SampledToken, SequenceRun
 from shardline.stage.spec import StageSpec
-from shardline.stage.stage import StepOutput
+from shardline.stage.stage import DoneStep, StepOutput
 
 HIDDEN_SIZE = 4096
 RESULTS = Path(__file__).parent / "results" / "pipeline.json"
@@ -44,15 +44,15 @@ class PretendStage:
         self._spec = spec
         self._work_seconds = work_seconds
 
-    def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
+    def begin(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> DoneStep:
         """Sleep for one step."""
         if self._work_seconds:
             time.sleep(self._work_seconds)
         if self._spec.has_head:
             tokens = tuple(SampledToken(run.seq_id, plan.step_id) for run in plan.runs if run.samples)
-            return StepOutput(None, StepResult(plan.step_id, tokens))
+            return DoneStep(StepOutput(None, StepResult(plan.step_id, tokens)))
         # What a backend's `read` does: memory of its own for each step.
-        return StepOutput(np.empty((plan.num_tokens, HIDDEN_SIZE), np.float32), None)
+        return DoneStep(StepOutput(np.empty((plan.num_tokens, HIDDEN_SIZE), np.float32), None))
 
     def reset(self) -> None:
         """Nothing is kept."""

@@ -39,6 +39,7 @@ from shardline.cluster.text.model_text import SequenceText
 from shardline.cluster.text.stop import StopMatcher
 from shardline.cluster.wire.frames import decode_plan, decode_result, encode_message
 from shardline.kernels import Backend, SampleOutput, SamplingBatch
+from shardline.kernels.backend import Arrived
 from shardline.scheduler import NewRequest, SampledToken, Scheduler, SchedulerConfig, StepPlan, StepResult
 from shardline.stage import Stage, StageSpec
 from shardline.stage.roles import matrix_shapes, vector_shapes
@@ -66,8 +67,8 @@ class _Nothing(Backend):
     def write(self, target: Any, host: Any) -> None:
         target[: len(host)] = host
 
-    def read(self, source: Any) -> Any:
-        return np.array(source)
+    def read_later(self, source: Any) -> Arrived[Any]:
+        return Arrived(np.array(source))
 
     def resident_bytes(self) -> int:
         return 0
@@ -75,9 +76,12 @@ class _Nothing(Backend):
     def replay(self, key: Hashable, issue: Callable[[], None]) -> None:
         pass
 
-    def sample(self, logits: Any, batch: SamplingBatch) -> SampleOutput:
+    def sample_later(
+        self, logits: Any, batch: SamplingBatch, last_tokens: Any = None, places: Any = None
+    ) -> Arrived[SampleOutput]:
         tokens, none = np.full(batch.rows, TOKEN, np.int32), np.full(batch.rows, np.nan, np.float32)
-        return SampleOutput(tokens, none, np.empty((batch.rows, 0), np.int32), np.empty((batch.rows, 0), np.float32))
+        listed = np.empty((batch.rows, 0), np.int32), np.empty((batch.rows, 0), np.float32)
+        return Arrived(SampleOutput(tokens, none, *listed))
 
 
 def _no_op(self: object, *arguments: object, **options: object) -> None:

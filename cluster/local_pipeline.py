@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardline.cluster.errors import EngineDeadError, StageLostError
 from shardline.cluster.pipeline import StageStats
 from shardline.cluster.stage_thread import StageThread
+from shardline.cluster.step_times import StepTimes
 from shardline.kernels import Backend
 from shardline.scheduler import InvalidParameterError, StepPlan, StepResult
 from shardline.stage import Checkpoint, ModelSpec, Stage, StageSpec, backend_for, open_checkpoint
+from shardline.stage.stage import MAX_BEGUN, PendingStep
 
 BackendFactory = Callable[[StageSpec], Backend]
 
@@ -27,24 +31,25 @@ cannot be made good."""
 
 
 class _Slot:
-    """One stage and its counters. Only the worker thread touches it, apart from reading numbers."""
+    """One stage and its counters. Only the worker thread calls the stage."""
 
     def __init__(self, stage: Stage, backend: Backend) -> None:
         self.stage = stage
         self.backend = backend
-        self.steps = 0
-        self.rows = 0
-        self.busy_seconds = 0.0
-        self.first_step: float | None = None
+        self.times = StepTimes()
+        # A step failed after it had been begun: those after it ran on what it left behind.
+        self.failed = False
 
 
 class LocalPipeline:
     """Implements `Pipeline` with stages that one worker thread runs one after the other.
 
     One thread, because the stages share this machine's cores anyway and a backend's threads then never compete; the
-    event loop never waits for arithmetic. A stage that raises is lost, like a stage whose process died: `recover`
-    creates it anew from the checkpoint and the others keep their weights. A stage that hangs is lost for good: neither
-    its thread nor its device can be had back inside this process, so `recover` says that the engine is dead.
+    event loop never waits for arithmetic. Where the last stage's step still runs on its device once it has been begun,
+    a second thread waits for it, and the worker goes on to the next plan. A stage that raises is lost, like a stage
+    whose process died: `recover` creates it anew from the checkpoint and the others keep their weights. A stage that
+    hangs is lost for good: neither its threads nor its device can be had back inside this process, so `recover` says
+    that the engine is dead.
     """
 
     def __init__(
@@ -77,8 +82,12 @@ class LocalPipeline:
         self._results: deque[Future[StepResult]] = deque()
         self._submitted = asyncio.Event()
         self._lost: StageLostError | None = None
-        # What the worker thread runs: the step's id and the stage.
-        self._running: tuple[int, int] | None = None
+        # Waits for steps of the last stage; made for the first one that has to be waited for.
+        self._finisher: StageThread | None = None
+        # Of those, the ones that it may still wait for; the worker thread's own.
+        self._begun: deque[Future[None]] = deque()
+        # Lost stages that still hold their memory.
+        self._dead: deque[_Slot] = deque()
         self._hangs = False
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -100,7 +109,9 @@ class LocalPipeline:
     async def submit(self, plan: StepPlan) -> None:
         """Queue a plan for the worker thread."""
         self._raise_if_lost()
-        self._results.append(self._worker.submit(self._step, plan))
+        result: Future[StepResult] = Future()
+        self._results.append(result)
+        self._worker.submit(self._step, plan, result)
         self._submitted.set()
 
     async def result(self) -> StepResult:
@@ -112,7 +123,7 @@ class LocalPipeline:
             async with asyncio.timeout(self._step_seconds):
                 return await asyncio.wrap_future(self._results.popleft())
         except TimeoutError:
-            step, stage = self._running or (None, None)
+            step, stage = self._oldest_running()
             self._hangs = True
             self._lost = StageLostError(stage, f"it has been computing step {step} for {self._step_seconds:g} s")
             raise StageLostError(self._lost.stage, self._lost.reason) from None
@@ -132,17 +143,16 @@ class LocalPipeline:
 
     async def stats(self) -> list[StageStats]:
         """Figures of every stage that is loaded."""
-        now = time.perf_counter()
         return [
             StageStats(
                 spec=slot.stage.spec,
                 where=f"{platform.node()} {slot.backend.name}",
                 pid=os.getpid(),
                 resident_bytes=slot.backend.resident_bytes(),
-                steps=slot.steps,
-                rows=slot.rows,
-                busy_seconds=slot.busy_seconds,
-                wall_seconds=0.0 if slot.first_step is None else now - slot.first_step,
+                steps=slot.times.steps,
+                rows=slot.times.rows,
+                busy_seconds=slot.times.busy_seconds,
+                wall_seconds=slot.times.wall_seconds,
                 numeric_class=slot.backend.numeric_class,
             )
             for slot in self._slots
@@ -168,10 +178,14 @@ class LocalPipeline:
         if self._hangs:
             # It may still read the checkpoint.
             self._worker.abandon()
+            if self._finisher is not None:
+                self._finisher.abandon()
             return
         unloading.result()
-        # It has nothing left to do, so this does not wait.
+        # They have nothing left to do, so this does not wait.
         self._worker.close()
+        if self._finisher is not None:
+            self._finisher.close()
         if self._owns_checkpoint:
             self._checkpoint.close()
 
@@ -181,6 +195,12 @@ class LocalPipeline:
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
             raise StageLostError(self._lost.stage, self._lost.reason)
+
+    def _oldest_running(self) -> tuple[int | None, int | None]:
+        """The oldest step that runs, and the stage that it is in."""
+        running = [(slot.times.running, index) for index, slot in enumerate(self._slots) if slot is not None]
+        oldest = [(step[0], index) for step, index in running if step is not None]
+        return min(oldest, default=(None, None))
 
     # -- in the worker thread ----------------------------------------------------------------------------------------
 
@@ -196,42 +216,110 @@ class LocalPipeline:
                     backend.close()
                     raise
 
-    def _step(self, plan: StepPlan) -> StepResult:
-        self._raise_if_lost()
-        hidden = None
-        result = None
-        for index, slot in enumerate(self._slots):
-            assert slot is not None, "a plan before start()"
-            self._running = (plan.step_id, index)
-            began = time.perf_counter()
-            if slot.first_step is None:
-                slot.first_step = began
-            try:
-                output = slot.stage.run(plan, hidden)
-            except Exception as error:
-                self._slots[index] = None
-                self._lost = StageLostError(index, "".join(traceback.format_exception(error)))
-                slot.stage.close()
-                raise self._lost from error
-            slot.busy_seconds += time.perf_counter() - began
-            slot.steps += 1
-            slot.rows += plan.num_tokens
-            hidden, result = output.hidden, output.result
-        assert result is not None, "the last stage gave no result"
-        return result
+    def _step(self, plan: StepPlan, result: Future[StepResult]) -> None:
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            self._raise_if_lost()
+            hidden = None
+            for index in range(len(self._slots) - 1):
+                hidden = self._run(index, plan, hidden)
+            self._wait_for_room()
+            self._raise_if_lost()
+            self._run_last(plan, hidden, result)
+        except BaseException as error:
+            result.set_exception(error)
+
+    def _run(self, index: int, plan: StepPlan, hidden: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+        slot, pending = self._begin(index, plan, hidden)
+        try:
+            output = pending.wait()
+        except Exception as error:
+            raise self._lose(index, slot, error) from error
+        slot.times.finish(plan.num_tokens)
+        return output.hidden
+
+    def _run_last(self, plan: StepPlan, hidden: NDArray[np.float32] | None, result: Future[StepResult]) -> None:
+        slot, pending = self._begin(len(self._slots) - 1, plan, hidden)
+        if pending.ready and not self._begun:
+            self._finish(plan, slot, pending, result)
+            return
+        if self._finisher is None:
+            self._finisher = StageThread("shardline-stages-finish")
+        self._begun.append(self._finisher.submit(self._finish, plan, slot, pending, result))
+
+    def _begin(self, index: int, plan: StepPlan, hidden: NDArray[np.float32] | None) -> tuple[_Slot, PendingStep]:
+        slot = self._slots[index]
+        if slot is None:
+            # It may have failed in the other thread this very moment.
+            self._raise_if_lost()
+            raise AssertionError("a plan before start()")
+        slot.times.begin(plan.step_id)
+        try:
+            return slot, slot.stage.begin(plan, hidden)
+        except Exception as error:
+            raise self._lose(index, slot, error) from error
+
+    def _wait_for_room(self) -> None:
+        """Until the last stage may begin one more."""
+        while self._begun and (len(self._begun) == MAX_BEGUN or self._begun[0].done()):
+            self._begun.popleft().result()
+
+    def _wait_for_begun(self) -> None:
+        """Until no step runs on any device."""
+        wait(self._begun)
+        self._begun.clear()
 
     def _reset(self) -> None:
+        self._wait_for_begun()
         self._load_missing()
         for slot in self._slots:
             assert slot is not None
             slot.stage.reset()
         self._lost = None
 
+    def _close_dead(self) -> None:
+        self._wait_for_begun()
+        while self._dead:
+            self._dead.popleft().stage.close()
+
     def _unload(self) -> None:
+        self._close_dead()
         for index, slot in enumerate(self._slots):
             if slot is not None:
                 self._slots[index] = None
                 slot.stage.close()
+
+    # -- in the worker thread, or in the one that waits for the last stage --------------------------------------------
+
+    def _finish(self, plan: StepPlan, slot: _Slot, pending: PendingStep, result: Future[StepResult]) -> None:
+        try:
+            try:
+                output = pending.wait()
+            except Exception as error:
+                if not slot.failed:
+                    slot.failed = True
+                    raise self._lose(len(self._slots) - 1, slot, error) from error
+            if slot.failed:
+                self._raise_if_lost()
+            slot.times.finish(plan.num_tokens)
+            assert output.result is not None, "the last stage gave no result"
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(output.result)
+
+    def _lose(self, index: int, slot: _Slot, error: Exception) -> StageLostError:
+        """Take a stage out. It gives its memory back when none of its steps runs any more."""
+        lost = StageLostError(index, "".join(traceback.format_exception(error)))
+        if self._lost is None:
+            self._lost = lost
+        # Its steps may fail one after the other.
+        if self._slots[index] is slot:
+            self._slots[index] = None
+            self._dead.append(slot)
+            self._worker.submit(self._close_dead)
+        return lost
 
 
 def stage_specs(

@@ -172,7 +172,7 @@ def warm_up(stage: StageRunner, spec: StageSpec, hidden_size: int) -> None:
     for step_id, params in enumerate((SamplingParams(seed=0), drawn)):
         start = SequenceStart(step_id, params, rows, (0,) * rows, ())
         run = SequenceRun(step_id, 0, (0,) * rows, (0,), samples=True)
-        stage.run(StepPlan(step_id, tuple(range(step_id)), (start,), (run,)), hidden)
+        stage.begin(StepPlan(step_id, tuple(range(step_id)), (start,), (run,)), hidden).wait()
     stage.reset()
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.kernels import Array, Backend, KVLayout, Rows, Weight
+from shardline.kernels import Array, Backend, KVLayout, Pending, Rows, SampleOutput, SamplingBatch, Weight
 from shardline.stage.checkpoint import Checkpoint
 from shardline.stage.layer_weights import ExpertsWeights, LayerWeights, MlpWeights, load_layer
 from shardline.stage.rope import load_rope
-from shardline.stage.spec import LayerSpec, StageSpec
+from shardline.stage.spec import LayerSpec, StageSpec, table_rows
 from shardline.stage.workspace import step_shape
 
 
@@ -113,6 +113,7 @@ class Decoder:
             self._gathered = floats(self.max_head_rows, hidden)
             self._head_normed = backend.activations(self.max_head_rows, hidden)
             self._logits = floats(self.max_head_rows, model.vocab_size)
+            self._last_tokens = backend.upload(np.zeros(table_rows(share.max_sequences), np.int32))
         if not self._layers:
             return
         self._normed = backend.activations(rows, hidden)
@@ -155,9 +156,13 @@ class Decoder:
             self._inputs.write(step)
             self._backend.replay(("layers", count), lambda: self._issue_layers(count))
 
-    def hidden(self, count: int) -> NDArray[np.float32]:
-        """Wait, then return the residual stream of the step's `count` rows: what the next stage goes on from."""
-        return self._backend.read(self._residual[:count])
+    def hidden(self, count: int) -> Pending[NDArray[np.float32]]:
+        """The residual stream of the step's `count` rows: what the next stage goes on from."""
+        return self._backend.read_later(self._residual[:count])
+
+    def passed(self) -> Pending[NDArray[np.float32]]:
+        """Arrives when the device has done all that has been enqueued; of a step whose result is nothing else."""
+        return self._backend.read_later(self._residual[0, :1])
 
     def logits(self, rows: NDArray[np.int32]) -> Array:
         """Enqueue final norm and head on some rows of the step: device float32 [>= len(rows), vocab].
@@ -170,13 +175,28 @@ class Decoder:
         self._backend.replay(("head", count), lambda: self._issue_head(count))
         return self._logits
 
+    def sample(self, rows: NDArray[np.int32], batch: SamplingBatch, places: NDArray[np.int32]) -> Pending[SampleOutput]:
+        """Enqueue `logits` of some rows and the choice of a token for each, which is also kept on the device.
+
+        places: int32 [len(rows)], the rows of the stage's table of sequences: an id of -1 - place in a later step is
+        the token that was chosen for it last, if the stage has the embedding too.
+        """
+        return self._backend.sample_later(self.logits(rows), batch, self._last_tokens, places)
+
     def _layer_specs(self) -> tuple[LayerSpec, ...]:
         return self._model.layers[self._share.first_layer : self._share.end_layer]
 
     def _issue_layers(self, count: int) -> None:
         backend, model = self._backend, self._model
         if self._share.has_embed:
-            backend.embedding(self._inputs.token_ids, self._embed, self._residual, count, scale=model.embedding_scale)
+            backend.embedding(
+                self._inputs.token_ids,
+                self._embed,
+                self._residual,
+                count,
+                scale=model.embedding_scale,
+                last_tokens=self._last_tokens if self._share.has_head else None,
+            )
         if not self._layers:
             return
         rows = self._inputs.rows(count)

@@ -104,12 +104,10 @@ class SamplingTable:
             history_counts=_joined([history.counts for history in kept]),
         )
 
-    def take(self, rows: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
-        """The tokens that were chosen for these rows."""
-        for at in np.flatnonzero(self._adjusted[rows]).tolist():
-            history = self._histories[rows[at]]
-            if history is not None:
-                history.add(int(token_ids[at]))
+    def histories(self, rows: NDArray[np.int64]) -> list[tuple[int, History]]:
+        """Those of the rows that have one, each with its place in `rows`."""
+        found = [(at, self._histories[rows[at]]) for at in np.flatnonzero(self._adjusted[rows]).tolist()]
+        return [(at, history) for at, history in found if history is not None]
 
 
 @functools.lru_cache(maxsize=64)

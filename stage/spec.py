@@ -171,3 +171,11 @@ class StageSpec:
     def num_layers(self) -> int:
         """How many layers it runs."""
         return self.end_layer - self.first_layer
+
+
+def table_rows(max_sequences: int) -> int:
+    """Rows of a stage's table of sequences, of which it knows so many at most.
+
+    Twice as many: those that a plan starts have free rows though it forgets others.
+    """
+    return 2 * max_sequences

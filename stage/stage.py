@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.kernels import Backend
+from shardline.kernels import Backend, Pending, SampleOutput
 from shardline.scheduler.plan import StepPlan, StepResult
 from shardline.stage.checkpoint import Checkpoint
 from shardline.stage.decoder import Decoder
@@ -16,6 +18,11 @@ from shardline.stage.sampling import sampled_tokens
 from shardline.stage.sequences import CheckedPlan, Limits, SequenceTable
 from shardline.stage.spec import StageSpec
 from shardline.stage.vocabulary import without_padding
+
+MAX_BEGUN = 2
+"""Steps that may be begun and not waited for: one that computes, and one behind it so that the device never idles."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +33,64 @@ class StepOutput:
     result: StepResult | None
 
 
+class PendingStep(Protocol):
+    """A step that has been begun. Each is waited for, in the order in which they were begun, before a `Stage.reset`."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would not wait for a device."""
+        ...
+
+    def wait(self) -> StepOutput:
+        """What the stage made of the plan; once, from any thread, while another begins the next step.
+
+        Raises what the device says of any step so far.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A `PendingStep` of a runner that had done all when it began it."""
+
+    output: StepOutput
+
+    @property
+    def ready(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> StepOutput:
+        """The output."""
+        return self.output
+
+
+class _BegunStep(Generic[T]):
+    """What is on its way from the device, and what is made of it on the host."""
+
+    __slots__ = ("_finish", "_pending", "_waited")
+
+    def __init__(self, pending: Pending[T], finish: Callable[[T], StepOutput], waited: Callable[[], None]) -> None:
+        self._pending, self._finish, self._waited = pending, finish, waited
+
+    @property
+    def ready(self) -> bool:
+        return self._pending.ready
+
+    def wait(self) -> StepOutput:
+        try:
+            arrived = self._pending.wait()
+        finally:
+            self._waited()
+        return self._finish(arrived)
+
+
 class Stage:
-    """Runs plans on its share of the model. Used by one thread at a time."""
+    """Runs plans on its share of the model.
+
+    One thread at a time calls it. Another may wait for the steps that it has begun, of which there are never more than
+    MAX_BEGUN that have not been waited for.
+    """
 
     def __init__(self, spec: StageSpec, checkpoint: Checkpoint, backend: Backend) -> None:
         """Load this stage's own tensors, one in flight, and allocate its pool and workspace."""
@@ -49,22 +112,38 @@ class Stage:
         )
         self._sequences = SequenceTable(limits)
         self._next_step: int | None = None
+        # Two counters, because each is written by one thread alone: the one that begins, and the one that waits.
+        self._begun = 0
+        self._waited = 0
 
     def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
-        """Run one plan.
+        """`begin` a plan and wait for it."""
+        return self.begin(plan, hidden).wait()
+
+    def begin(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> PendingStep:
+        """Take a plan over and put its work on the device's stream, behind that of the plans before.
 
         Args:
             plan: The next plan in order.
-            hidden: float32 [plan.num_tokens, hidden_size] from the stage before; None on the first.
+            hidden: float32 [plan.num_tokens, hidden_size] from the stage before; None on the first. It may be changed
+                as soon as this returns.
 
         Raises:
             PlanError: the plan does not fit what this stage knows; its state is unchanged.
         """
+        assert self._begun - self._waited < MAX_BEGUN, f"{self._begun - self._waited} steps are begun already"
         with self._backend.entered():
             checked = self._forward(plan, hidden)
+            step: PendingStep
             if not self.spec.has_head:
-                return StepOutput(self._decoder.hidden(plan.num_tokens), None)
-            return StepOutput(None, self._sample(plan, checked))
+                step = _BegunStep(self._decoder.hidden(plan.num_tokens), _hidden_output, self._count_waited)
+            elif any(run.samples for run in plan.runs):
+                step = self._sample(plan, checked)
+            else:
+                nothing = StepOutput(None, StepResult(plan.step_id, ()))
+                step = _BegunStep(self._decoder.passed(), lambda _: nothing, self._count_waited)
+        self._begun += 1
+        return step
 
     def logits(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Like `run` on a last stage, but logits of *every* row, float32 [plan.num_tokens, vocab]; none is sampled."""
@@ -78,7 +157,11 @@ class Stage:
         return out
 
     def reset(self) -> None:
-        """Forget every sequence; the next plan may have any step id. Weights and pool stay."""
+        """Forget every sequence; the next plan may have any step id. Weights and pool stay.
+
+        Every step that was begun has been waited for.
+        """
+        assert self._begun == self._waited, f"{self._begun - self._waited} steps have not been waited for"
         self._sequences.clear()
         self._next_step = None
 
@@ -110,17 +193,28 @@ class Stage:
                 f"not float32 {[plan.num_tokens, self._hidden_size]}"
             )
 
-    def _sample(self, plan: StepPlan, checked: CheckedPlan) -> StepResult:
+    def _sample(self, plan: StepPlan, checked: CheckedPlan) -> PendingStep:
         table = self._sequences.sampling
         assert table is not None, "only the last stage samples"
         samples = np.array([run.samples for run in plan.runs])
-        if not samples.any():
-            self._backend.synchronize()
-            return StepResult(plan.step_id, ())
         rows = checked.rows[samples]
         batch = table.batch(rows, checked.ends[samples])
         last_rows = np.cumsum(checked.counts)[samples] - 1
-        output = self._backend.sample(self._decoder.logits(last_rows.astype(np.int32)), batch)
-        table.take(rows, output.token_ids)
+        pending = self._decoder.sample(last_rows.astype(np.int32), batch, rows.astype(np.int32))
+        # Not their rows: by the time that the tokens are known, these may have been given to other sequences.
+        histories = table.histories(rows)
         seq_ids = [run.seq_id for run in plan.runs if run.samples]
-        return StepResult(plan.step_id, sampled_tokens(seq_ids, batch.logprobs, output))
+
+        def finish(output: SampleOutput) -> StepOutput:
+            for at, history in histories:
+                history.add(int(output.token_ids[at]))
+            return StepOutput(None, StepResult(plan.step_id, sampled_tokens(seq_ids, batch.logprobs, output)))
+
+        return _BegunStep(pending, finish, self._count_waited)
+
+    def _count_waited(self) -> None:
+        self._waited += 1
+
+
+def _hidden_output(hidden: NDArray[np.float32]) -> StepOutput:
+    return StepOutput(hidden, None)

@@ -16,7 +16,7 @@ from shardline.kernels.cuda.workspace import (
 )
 from shardline.scheduler.params import MAX_LOGPROBS
 from shardline.stage.roles import matrix_shapes
-from shardline.stage.spec import ModelSpec, StageSpec
+from shardline.stage.spec import ModelSpec, StageSpec, table_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ def _buffers(model: ModelSpec, share: StageSpec, step: StepShape) -> Workspace:
     if heads:
         found.want("gathered", heads * hidden)
         found.want("logits", heads * model.vocab_size)
+        found.want("last_tokens", table_rows(share.max_sequences), "int32")
         found.want_rows("head", heads, hidden)
     if not layers:
         return found

@@ -17,6 +17,7 @@ import pytest
 from shardline.cluster.checking.verify import Verifier
 from shardline.cluster.checking.verify_cases import Case, Factors, default_splits
 from shardline.kernels import Backend
+from shardline.kernels.backend import Arrived
 from shardline.stage import StageSpec, backend_for
 
 LAYERS = 30
@@ -94,24 +95,24 @@ def row_dependent_product(backend: Any, spec: StageSpec) -> None:
 
 def rounded_border(backend: Any, spec: StageSpec) -> None:
     """A residual stream that is rounded on its way to the next stage."""
-    read = backend.read
+    read_later = backend.read_later
 
     def faulty(source: Any) -> Any:
-        values = read(source)
-        return values.astype(np.float16).astype(np.float32) if not spec.has_head else values
+        values = read_later(source).wait()
+        return Arrived(values.astype(np.float16).astype(np.float32) if not spec.has_head else values)
 
-    backend.read = faulty
+    backend.read_later = faulty
 
 
 def noise_by_row(backend: Any, spec: StageSpec) -> None:
     """Noise keyed by a row's place in the batch."""
-    sample = backend.sample
+    sample_later = backend.sample_later
 
-    def faulty(logits: Any, batch: Any) -> Any:
+    def faulty(logits: Any, batch: Any, *arguments: Any) -> Any:
         batch.seed[...] += np.arange(batch.rows, dtype=np.uint64)
-        return sample(logits, batch)
+        return sample_later(logits, batch, *arguments)
 
-    backend.sample = faulty
+    backend.sample_later = faulty
 
 
 def stale_block(backend: Any, spec: StageSpec) -> None:

@@ -27,7 +27,7 @@ from shardline.cluster.stage_loading import LoadedStage, ModelIdentity
 from shardline.kernels import CudaDevice, DeviceUnavailableError
 from shardline.scheduler.plan import SampledToken, SequenceRun, StepPlan, StepResult
 from shardline.stage import StageSpec
-from shardline.stage.stage import StepOutput
+from shardline.stage.stage import DoneStep, StepOutput
 
 pytestmark = pytest.mark.ray
 
@@ -85,13 +85,13 @@ class Pretend:
 
     spec: StageSpec
 
-    def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
+    def begin(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> DoneStep:
         if hidden is None:
             hidden = np.zeros((plan.num_tokens, HIDDEN), np.float32)
         hidden = hidden * 10 + int(os.environ["CUDA_VISIBLE_DEVICES"]) + 1
         if not self.spec.has_head:
-            return StepOutput(hidden, None)
-        return StepOutput(None, StepResult(plan.step_id, (SampledToken(0, int(hidden[0, 0])),)))
+            return DoneStep(StepOutput(hidden, None))
+        return DoneStep(StepOutput(None, StepResult(plan.step_id, (SampledToken(0, int(hidden[0, 0])),))))
 
     def reset(self) -> None:
         pass

@@ -297,7 +297,7 @@ def test_a_node_fetches_only_what_its_stage_needs(server, tmp_path, monkeypatch)
             loaded = loader.load(spec)
             if source == "hub":
                 assert present(hub.fetch_small(model)) == SMALL | {f"{name}.safetensors" for name in names}
-            output = loaded.runner.run(plan, hidden)
+            output = loaded.runner.begin(plan, hidden).wait()
             hidden = None if output.hidden is None else output.hidden.copy()
             loaded.runner.close()
         results.append(output.result)

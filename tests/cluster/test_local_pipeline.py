@@ -384,7 +384,7 @@ client = Client.over(lambda: engine)
 client.submit("Once", SamplingParams(max_tokens=4, ignore_eos=True)).result()
 pipeline = engine._pipeline
 pipeline._step_seconds = 0.5
-pipeline._slots[0].stage.run = lambda plan, hidden: threading.Event().wait()
+pipeline._slots[0].stage.begin = lambda plan, hidden: threading.Event().wait()
 try:
     client.submit("Once", SamplingParams(max_tokens=4)).result()
 except EngineDeadError as error:

@@ -27,7 +27,7 @@ from shardline.cluster.stage_fleet import RayPipelineConfig
 from shardline.cluster.stage_loading import CheckpointLoader, LoadedStage, ModelIdentity
 from shardline.scheduler.plan import SampledToken, SequenceRun, StepPlan, StepResult
 from shardline.stage import CheckpointError, PlanError, StageSpec
-from shardline.stage.stage import StepOutput
+from shardline.stage.stage import DoneStep, StepOutput
 
 pytestmark = pytest.mark.ray
 
@@ -46,7 +46,7 @@ class Pretend:
     spec: StageSpec
     faults: dict[tuple[int, int], str]
 
-    def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
+    def begin(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> DoneStep:
         fault = self.faults.get((self.spec.index, plan.step_id))
         if fault == "raise":
             raise ValueError("an odd device error")
@@ -63,8 +63,8 @@ class Pretend:
         assert hidden is not None
         hidden = hidden * 7 + self.spec.index + 1
         if not self.spec.has_head:
-            return StepOutput(hidden, None)
-        return StepOutput(None, StepResult(plan.step_id, (SampledToken(0, int(hidden[0, 0])),)))
+            return DoneStep(StepOutput(hidden, None))
+        return DoneStep(StepOutput(None, StepResult(plan.step_id, (SampledToken(0, int(hidden[0, 0])),))))
 
     def reset(self) -> None:
         pass

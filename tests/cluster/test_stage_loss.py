@@ -27,7 +27,7 @@ from shardline.cluster.text.model_text import ModelText
 from shardline.cluster.wire.stage_worker import StageRunner
 from shardline.scheduler import SamplingParams, SchedulerConfig, StepPlan
 from shardline.stage import ModelSpec, StageSpec, open_checkpoint
-from shardline.stage.stage import StepOutput
+from shardline.stage.stage import PendingStep
 
 pytestmark = pytest.mark.ray
 
@@ -288,11 +288,11 @@ class Deadly:
 
     stage: StageRunner
 
-    def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
+    def begin(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> PendingStep:
         if any(DEADLY_TOKEN in start.token_ids for start in plan.starts):
             os.write(2, b"an odd shape: the device fell off the bus\n")
             os._exit(17)
-        return self.stage.run(plan, hidden)
+        return self.stage.begin(plan, hidden)
 
     def reset(self) -> None:
         self.stage.reset()

@@ -55,7 +55,7 @@ from shardline.scheduler.plan import (
     plan_of_columns,
 )
 from shardline.stage.errors import PlanError
-from shardline.stage.stage import StepOutput
+from shardline.stage.stage import DoneStep, StepOutput
 
 HOST = "127.0.0.1"
 HIDDEN = 32
@@ -77,12 +77,12 @@ class PretendStage:
     def __init__(self, index: int, num_stages: int) -> None:
         self.index = index
         self.last = index + 1 == num_stages
-        self.before_run: Callable[[StepPlan], None] = lambda plan: None
+        self.before_step: Callable[[StepPlan], None] = lambda plan: None
         self.resets = 0
         self.closed = False
 
-    def run(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> StepOutput:
-        self.before_run(plan)
+    def begin(self, plan: StepPlan, hidden: NDArray[np.float32] | None) -> DoneStep:
+        self.before_step(plan)
         if self.index == 0:
             assert hidden is None
             hidden = np.full((plan.num_tokens, HIDDEN), plan.step_id, np.float32)
@@ -91,10 +91,10 @@ class PretendStage:
         hidden *= 7
         hidden += self.index + 1
         if not self.last:
-            return StepOutput(hidden, None)
+            return DoneStep(StepOutput(hidden, None))
         value = hidden[0, 0]
         assert np.array_equal(hidden, np.full((plan.num_tokens, HIDDEN), value, np.float32))
-        return StepOutput(None, StepResult(plan.step_id, (SampledToken(7, int(value)),)))
+        return DoneStep(StepOutput(None, StepResult(plan.step_id, (SampledToken(7, int(value)),))))
 
     def reset(self) -> None:
         self.resets += 1
@@ -579,7 +579,7 @@ def test_an_exception_in_a_stage_is_that_steps_result_and_the_loop_goes_on(chain
         if plan.step_id == 4:
             raise error
 
-    pipeline.stages[where].before_run = fail_at_four
+    pipeline.stages[where].before_step = fail_at_four
     for step_id in range(8):
         link.send(step_frame(step_id))
     for step_id in range(4):
@@ -601,7 +601,8 @@ def test_an_exception_in_a_stage_is_that_steps_result_and_the_loop_goes_on(chain
 def test_an_output_of_the_wrong_shape_is_a_failure_and_not_a_hang(chain):
     pipeline = chain(2)
     link = pipeline.wire()
-    pipeline.stages[0].run = lambda plan, hidden: StepOutput(np.zeros((1, HIDDEN + 1), np.float32), None)
+    wrong = StepOutput(np.zeros((1, HIDDEN + 1), np.float32), None)
+    pipeline.stages[0].begin = lambda plan, hidden: DoneStep(wrong)
     link.send(step_frame(0))
     assert decode_failure(pipeline.frames.get(timeout=60).meta).error == "AssertionError"
 
@@ -647,7 +648,7 @@ def test_a_process_of_an_older_epoch_is_refused(chain):
 def test_a_step_that_hangs_is_named_when_the_next_epoch_begins(chain):
     pipeline = chain(1)
     release = threading.Event()
-    pipeline.stages[0].before_run = lambda plan: release.wait(240) and None
+    pipeline.stages[0].before_step = lambda plan: release.wait(240) and None
     pipeline.wire().send(step_frame(41))
     wait_until(lambda: pipeline.workers[0].progress().running == 41, "the step runs")
     assert pipeline.workers[0].progress().running_seconds >= 0
@@ -740,7 +741,7 @@ def test_a_peer_that_sends_too_much_is_held_back(neighbour):
     sock = peer.before._guard.sock
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     release = threading.Event()
-    peer.stage.before_run = lambda plan: release.wait(240) and None
+    peer.stage.before_step = lambda plan: release.wait(240) and None
     taken = 0
     padding = SequenceRun(1, 0, tuple(range(60)), tuple(range(20000)), True)
     sock.settimeout(0.5)

@@ -30,7 +30,7 @@ from shardline.scheduler import InvalidParameterError, SampledToken
 from shardline.scheduler.plan import StepPlan
 from shardline.stage import StageSpec
 from shardline.stage import sequences as sequences_module
-from shardline.stage.stage import StepOutput
+from shardline.stage.stage import DoneStep
 
 CASE = Case(split=(30,), block_size=16, prefill_chunk=None, batch=5, warm=False, preempted=False, seeded=True)
 
@@ -181,15 +181,15 @@ class OddRowsWrong(CheckpointLoader):
 
     def load(self, spec: StageSpec) -> LoadedStage:
         loaded = super().load(spec)
-        run = loaded.runner.run
+        begin = loaded.runner.begin
 
-        def faulty(plan: StepPlan, hidden: np.ndarray | None) -> StepOutput:
-            output = run(plan, hidden)
+        def faulty(plan: StepPlan, hidden: np.ndarray | None) -> DoneStep:
+            output = begin(plan, hidden).wait()
             if output.hidden is not None and plan.num_tokens % 2 and plan.num_tokens > 1:
                 output.hidden[0] *= 1.5
-            return output
+            return DoneStep(output)
 
-        loaded.runner.run = faulty  # type: ignore[method-assign]
+        loaded.runner.begin = faulty  # type: ignore[method-assign]
         return loaded
 
 

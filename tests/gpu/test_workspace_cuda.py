@@ -264,7 +264,7 @@ def test_a_stage_that_failed_is_replaced_in_the_same_process(model_of: Any, back
         pipeline = LocalPipeline([share], checkpoint, factory, owns_checkpoint=True)
         await pipeline.start()
         held = made[0]._memory.held_bytes
-        made[0].sample = fails
+        made[0].sample_later = fails
         first = next(plans(100))
         await pipeline.submit(first)
         with pytest.raises(StageLostError, match="the device has gone") as caught:

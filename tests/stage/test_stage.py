@@ -81,14 +81,14 @@ def test_a_stage_reads_its_own_tensors_only(tiny_model, stage_row):
 def test_a_step_is_few_copies_and_one_wait(tiny_model, stage_row):
     """All indices go up in one copy, and nothing is read or waited for but the result."""
     row = stage_row(tiny_model(), (1, 2), max_step_tokens=128, block_size=16)
-    calls = [counted(stage._backend, ("write", "read", "sample")) for stage in row.stages]
+    calls = [counted(stage._backend, ("write", "read_later", "sample_later")) for stage in row.stages]
     row.run(row.plan({0: PROMPT, 1: PROMPT[:5]}, samples=True))
     tables = 4 * 2 * row.stages[0]._decoder.max_blocks
     indices = 4 * 4 * 128 + tables
     hidden = 4 * 45 * row.model.hidden_size
     assert [one["write"] for one in calls] == [[indices], [hidden, indices], [hidden, indices, 4 * 2]]
-    assert [len(one["read"]) for one in calls] == [1, 1, 0]
-    assert [len(one["sample"]) for one in calls] == [0, 0, 1]
+    assert [len(one["read_later"]) for one in calls] == [1, 1, 0]
+    assert [len(one["sample_later"]) for one in calls] == [0, 0, 1]
 
 
 def test_hidden_states_are_the_receivers_and_the_senders_own(tiny_model, stage_row):
