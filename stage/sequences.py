@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from shardline.scheduler.plan import SequenceStart, StepPlan
+from shardline.scheduler.plan import AHEAD, SequenceStart, StepPlan
 from shardline.stage.decoder import StepRows
 from shardline.stage.errors import PlanError
 from shardline.stage.sampling import SamplingTable
@@ -34,7 +34,8 @@ class Limits:
         max_step_tokens: The most rows of one step.
         max_sequences: The most sequences known at once.
         vocab_size: Token ids lie below it.
-        keeps_histories: The stage samples, and so keeps the tokens that penalties look at.
+        keeps_histories: The stage samples, and so keeps the tokens that penalties look at, and of each sequence the one
+            that it chose last, which a plan may call `AHEAD`.
     """
 
     num_blocks: int
@@ -52,20 +53,23 @@ class CheckedPlan:
     """What a plan leads to.
 
     Attributes:
-        rows: int64 [runs], the table's row of each run's sequence.
+        rows: int64 [runs], the table's row of each run's sequence: where what is sampled for it has its place.
         counts: int64 [runs], its tokens.
         ends: int64 [runs], the position behind its last token.
         num_blocks: int64 [runs], of its block table.
+        samples: bool [runs], whether a token is sampled from it.
         row_of: The row of each sequence known afterwards, by id.
         freed: Rows of the forgotten ones.
         num_started: Of the free rows, how many from the end are taken.
-        step: The step's rows.
+        step: The step's rows. Among `token_ids`, -1 - r stands for the token that was chosen last for the sequence in
+            row r of the table.
     """
 
     rows: Numbers
     counts: Numbers
     ends: Numbers
     num_blocks: Numbers
+    samples: NDArray[np.bool_]
     row_of: dict[int, int]
     freed: list[int]
     num_started: int
@@ -77,6 +81,11 @@ class SequenceTable:
 
     Free rows, and what lies past a row's number of blocks, say nothing: there `check` writes what a plan brings, before
     it knows whether the plan is taken over.
+
+    A plan may forget a sequence for which a step that has been begun and not waited for samples. What that step chooses
+    still goes to the sequence's row, and is never taken for another's: on the device all happens in the order of the
+    plans, so a sequence that has the row later overwrites it before a run of its own may say `AHEAD`. And a row that a
+    plan frees is given out by the next plan at the earliest: of two steps begun, no row has two sequences.
 
     Attributes:
         sampling: How the tokens of the sequence in each row are chosen; None on a stage that does not sample.
@@ -90,6 +99,10 @@ class SequenceTable:
         self._num_blocks = np.zeros(self._num_rows, np.int64)
         # Where its next run begins; _NOT_RUN before its first, which may begin behind a cached prefix.
         self._positions = np.zeros(self._num_rows, np.int64)
+        # Whether its next run may say AHEAD: its last one sampled.
+        self._may_run_ahead = np.zeros(self._num_rows, np.bool_)
+        # Whether its tokens can be chosen here before the host knows the last one.
+        self._is_free_of_history = np.zeros(self._num_rows, np.bool_)
         self.sampling = SamplingTable(self._num_rows) if limits.keeps_histories else None
         self.clear()
 
@@ -104,6 +117,7 @@ class SequenceTable:
         self._free = self._free[: len(self._free) - plan.num_started] + plan.freed
         self._positions[plan.rows] = plan.ends
         self._num_blocks[plan.rows] = plan.num_blocks
+        self._may_run_ahead[plan.rows] = plan.samples & self._is_free_of_history[plan.rows]
 
     def check(self, plan: StepPlan) -> CheckedPlan:
         """What a plan leads to. Raises PlanError; what is known stays as it is."""
@@ -111,7 +125,7 @@ class SequenceTable:
         row_of, freed = self._learned(plan)
         if not plan.runs:
             raise PlanError(f"{what} runs nothing")
-        seq_ids, positions, token_ids, new_block_ids, _ = zip(*plan.runs, strict=True)
+        seq_ids, positions, token_ids, new_block_ids, samples = zip(*plan.runs, strict=True)
         try:
             rows = np.array([row_of[seq_id] for seq_id in seq_ids])
         except KeyError as unknown:
@@ -126,13 +140,26 @@ class SequenceTable:
             raise PlanError(f"{what}, run of sequence {seq_ids[int(counts.argmin())]}: no tokens")
         sequences = np.repeat(np.arange(len(seq_ids), dtype=np.int32), counts)
         tokens = _numbers(what, chain.from_iterable(token_ids))
-        _check_run_ids(plan, "token", tokens, limits.vocab_size, sequences)
+        # A run of several tokens would need to know the later ones before the first is sampled.
+        ahead = (tokens == AHEAD) & (self._may_run_ahead[rows] & (counts == 1))[sequences]
+        _check_run_ids(plan, "token", np.where(ahead, 0, tokens), limits.vocab_size, sequences)
+        tokens = np.where(ahead, -1 - rows[sequences], tokens)
         starts = _numbers(what, positions)
         self._check_starts(plan, rows, starts)
         num_blocks = self._append(plan, rows, new_block_ids, starts + counts)
         tables = self._tables[rows]
         step = _step_rows(what, tokens, starts, counts, sequences, tables, limits.block_size)
-        return CheckedPlan(rows, counts, starts + counts, num_blocks, row_of, freed, len(plan.starts), step)
+        return CheckedPlan(
+            rows,
+            counts,
+            starts + counts,
+            num_blocks,
+            np.array(samples, np.bool_),
+            row_of,
+            freed,
+            len(plan.starts),
+            step,
+        )
 
     def _learned(self, plan: StepPlan) -> tuple[dict[int, int], list[int]]:
         """The rows of the sequences known after a plan's `forget` and `starts`, and the rows of those forgotten."""
@@ -164,6 +191,8 @@ class SequenceTable:
         self._tables[row, : len(start.block_ids)] = start.block_ids
         self._num_blocks[row] = len(start.block_ids)
         self._positions[row] = _NOT_RUN
+        self._may_run_ahead[row] = False
+        self._is_free_of_history[row] = self.sampling is not None and not start.params.needs_history
         if self.sampling is not None:
             self.sampling.write(row, start)
 
