@@ -153,6 +153,7 @@ class Running:
             "pool_tokens": plan.num_blocks * self.prepared.options.block_size,
             "planned_depth": plan.depth,
             "planned_min_microbatch": plan.min_microbatch,
+            "planned_ahead": plan.ahead,
             "start_seconds": self.start_seconds,
             "loads": self.loads,
             "gpu_memory_used_bytes": gpu_memory_used(),

@@ -16,6 +16,7 @@ from shardline.cluster.errors import PlanningError
 from shardline.cluster.gpus import NodeGpu, gpus_here, gpus_of, nobody
 from shardline.cluster.local_pipeline import LocalPipeline
 from shardline.cluster.models import Progress, resolve
+from shardline.cluster.planning.gpu_speed import gpu_speed
 from shardline.cluster.planning.placement import Device, ModelBytes, PipelinePlan, Wanted
 from shardline.cluster.planning.planner import plan_pipeline
 from shardline.cluster.planning.stage_costs import mib
@@ -46,9 +47,6 @@ PROCESS_BYTES = 300 * 2**20
 
 GPU_WORKSPACE_BYTES = 512 * 2**20
 """Of a GPU's memory, for what CUDA itself takes: the context, loaded kernels, recorded steps."""
-
-GPU_STREAM_SHARE = 0.7
-"""Of a GPU's peak memory rate, what a decode step streams its weights at."""
 
 MOST = 2**20
 """Of sequences, and of the tokens of a step."""
@@ -247,6 +245,7 @@ def gpu_shares(gpus: Sequence[NodeGpu], count: int, limits: Sequence[int] | None
             sizes = [limits[0] if limits else gpu.card.free_bytes // stages] * stages
         if sum(sizes) > gpu.card.free_bytes:
             raise PlanningError(_too_much(gpu, sizes))
+        speed = gpu_speed(gpu.card)
         for place, size in enumerate(sizes):
             share = size if limits else int(MEMORY_SHARE * size)
             devices.append(
@@ -254,7 +253,10 @@ def gpu_shares(gpus: Sequence[NodeGpu], count: int, limits: Sequence[int] | None
                     name=gpu.name + f" {place + 1}/{stages}" * (stages > 1),
                     node=gpu.node,
                     free_bytes=max(0, share - GPU_WORKSPACE_BYTES),
-                    bytes_per_second=GPU_STREAM_SHARE * gpu.card.bytes_per_second,
+                    bytes_per_second=speed.bytes_per_second,
+                    flops_per_second=speed.flops_per_second,
+                    layer_seconds=speed.layer_seconds,
+                    experts_seconds=speed.experts_seconds,
                     compute=f"{gpu.node} {gpu.card.bus_id or gpu.card.index}",
                     step_seconds=HOP_SECONDS if count > 1 else 0.0,
                     numeric_class=gpu.card.numeric_class,
@@ -473,6 +475,7 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
             prefill_chunk=min(options.prefill_chunk, options.max_step_tokens),
             max_sequences=options.max_sequences,
             min_microbatch=plan.min_microbatch,
+            ahead=plan.ahead,
             prefix_cache=options.prefix_cache,
             eos_token_ids=tuple(text.tokenizer.eos_ids),
             vocab_size=text.num_ids,

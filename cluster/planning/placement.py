@@ -56,6 +56,7 @@ class Device:
         threads: CPU threads of a stage there.
         compute: What does the work; devices with the same `compute` take turns. None: the device has its own.
         step_seconds: Fixed cost of one step there: launches and the hop to the next stage.
+        layer_seconds, experts_seconds: Fixed cost of each layer, and of one with experts besides.
         numeric_class: Devices of one class give the same bits.
         backend: What computes there: see `StageSpec.device`.
         gpu: The PCI address of its GPU; None: it is none, or nobody needs to find it.
@@ -71,6 +72,8 @@ class Device:
     threads: int = 1
     compute: str | None = None
     step_seconds: float = 0.0
+    layer_seconds: float = 0.0
+    experts_seconds: float = 0.0
     numeric_class: str = "cpu"
     backend: str = "cpu"
     gpu: str | None = None
@@ -146,7 +149,7 @@ class PipelinePlan:
         single_tokens_per_second: Predicted decode rate of one sequence alone.
         memory_bound_by: Index of the stage whose memory limits the pool.
         speed_bound_by: Index of the slowest stage.
-        depth, min_microbatch: For the scheduler.
+        depth, min_microbatch, ahead: For the scheduler: see `SchedulerConfig`.
         notes: What the user should know, for people.
     """
 
@@ -161,6 +164,7 @@ class PipelinePlan:
     speed_bound_by: int
     depth: int
     min_microbatch: int
+    ahead: bool
     notes: tuple[str, ...]
 
     @property

@@ -2,8 +2,8 @@
 
 `plan_pipeline` is a pure function of the model's shape and bytes, the devices' free memory and speed, and what is
 wanted of them. The model of a step's time: the bytes of the stage's weights at the device's byte rate, plus the rows'
-arithmetic at its arithmetic rate, plus the keys and values that the rows read, plus a fixed cost. (Two cores of an x86
-server on SmolLM2 with 1 to 64 rows follow it within a fifth.)
+arithmetic at its arithmetic rate, plus the keys and values that the rows read, plus fixed costs of the step and of each
+layer. (Two cores of an x86 server on SmolLM2 with 1 to 64 rows follow it within a fifth; for GPUs see gpu_speed.py.)
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ class _Flight(NamedTuple):
 
     depth: int
     min_microbatch: int
+    ahead: bool = False
 
     def microbatches(self, sequences: int) -> int:
         """Groups that the scheduler makes of so many sequences."""
@@ -175,6 +176,9 @@ def _flight(costs: StageCosts, shares: Sequence[Share]) -> _Flight:
     usual = _usual_flight(stages, devices, wanted)
     if not _on_gpus(devices):
         return usual
+    if stages == 1:
+        # The host's part is hidden by planning ahead: see `SchedulerConfig.ahead`.
+        return usual._replace(ahead=True)
     if parallel == stages > 1:
         # As many as stages keep all at work; one more hides the host's part, and makes each thinner. With fewer,
         # prompts cannot fill all stages: only where steps are so much shorter than the host's part.
@@ -241,6 +245,7 @@ def _finish(
         speed_bound_by=max(range(len(stages)), key=lambda index: stages[index].step_seconds),
         depth=flight.depth,
         min_microbatch=flight.min_microbatch,
+        ahead=flight.ahead,
         notes=_notes(costs, stages, num_blocks, context, asked=asked, shrunk=shrunk),
     )
 

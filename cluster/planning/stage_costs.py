@@ -69,6 +69,7 @@ class StageCosts:
         # Sums over the leading layers; those of a range are a difference, exact in integers.
         self._flops_before = [0, *accumulate(_layer_flops(model, i, seen[i]) for i in range(model.num_layers))]
         self._kv_bytes_before = [0, *accumulate(kv_bytes * positions for positions in seen)]
+        self._experts_before = [0, *accumulate(int(layer.experts) for layer in model.layers)]
         self._head_flops = 2 * model.hidden_size * model.vocab_size
         self._gpu_workspace: dict[tuple[int, int, bool, frozenset[bool]], int] = {}
 
@@ -141,7 +142,9 @@ class StageCosts:
         where = self.devices[device]
         row_kv_bytes = self._kv_bytes_before[end] - self._kv_bytes_before[first]
         moved = self._moved_weights(first, end, head=head, rows=rows) + rows * row_kv_bytes
+        with_experts = self._experts_before[end] - self._experts_before[first]
         seconds = where.step_seconds + moved / where.bytes_per_second
+        seconds += (end - first) * where.layer_seconds + with_experts * where.experts_seconds
         if where.flops_per_second is not None:
             flops = self._flops_before[end] - self._flops_before[first] + head * self._head_flops
             seconds += rows * flops / where.flops_per_second

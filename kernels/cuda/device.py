@@ -25,6 +25,7 @@ class CudaDevice:
         bytes_per_second: Of its memory, from its clock and width; what a stream of weights can reach at best.
         processors: Multiprocessors.
         bus_id: Its PCI address, "0000:65:00.0": the same in every process of the host, whatever that process sees.
+        clock_hertz: Of its multiprocessors, the highest; 0 where the driver does not tell.
     """
 
     index: int
@@ -35,6 +36,7 @@ class CudaDevice:
     bytes_per_second: float
     processors: int
     bus_id: str = ""
+    clock_hertz: float = 0.0
 
     @property
     def numeric_class(self) -> str:
@@ -116,6 +118,7 @@ def cuda_device(index: int) -> CudaDevice:
         float(rate),
         facts["multiProcessorCount"],
         address,
+        1e3 * attributes.get("ClockRate", 0),
     )
 
 
