@@ -2,8 +2,8 @@
 
 Fitted to whole decode steps of two models on an H200 (`python -m benchmarks.gpu_model`: an 8B and a 30B-A3B in 4 bits,
 1 to 256 rows), which these numbers follow within a quarter. Other cards are reckoned from there: bytes with their
-memory's rate; arithmetic with their tensor cores where these are slower than the unpacking of weights, which bounds an H200. No
-consumer card has been measured, so between cards of unlike generations the split may be somewhat off its best.
+memory's rate; arithmetic with their tensor cores where these are slower than the unpacking of weights, which bounds an
+H200. No consumer card has been measured, so between cards of unlike generations the split may be off its best.
 """
 
 from __future__ import annotations
