@@ -33,8 +33,9 @@ class SchedulerConfig:
         priority_span: A request is overtaken by at most this many later requests for each priority that they are ahead
             of it, so that a steady stream of urgent requests does not starve the others.
         ahead: Plan a sequence's next token while the one before is still being sampled (see `plan.AHEAD`). Only for a
-            pipeline of one stage, which has embedding and head on one device; with a depth of 2, so that the stage
-            always has a step to go on with. All that decode are in one plan then, whatever `depth` is.
+            pipeline of one stage, which has embedding and head on one device; with a depth of 2 the stage always has a
+            step to go on with. All that decode are in each plan then, and where one of them cannot be, no plan is made
+            while another is in flight: `min_microbatch` says nothing.
 
     Raises:
         InvalidParameterError: a value is out of range; names the field, the value and what is allowed.

@@ -106,8 +106,7 @@ class Scheduler:
                 return self._issue(draft)
         if self.config.ahead and self._in_flight:
             ahead = Draft(self.config.max_step_tokens, ahead=True)
-            if self._take_all(ahead):
-                return self._issue(ahead)
+            return self._issue(ahead) if self._take_all(ahead) else None
         self._take_ready(draft)
         self._take_others(draft)
         rows = self.config.max_step_tokens - draft.budget
