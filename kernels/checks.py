@@ -204,8 +204,12 @@ def gather_rows(x: Array, indices: Array, out: Array, number: int) -> None:
     assert x is not out, "out overlaps x"
 
 
+_DTYPES = {name: np.dtype(name) for name in ("float32", "int32", "int64", "uint64")}
+"""A name is slow to compare with."""
+
+
 def _array(name: str, array: Array, dtype: str, dimensions: int) -> None:
-    right = array.dtype == dtype and array.ndim == dimensions and array.flags.c_contiguous
+    right = array.dtype == _DTYPES[dtype] and array.ndim == dimensions and array.flags.c_contiguous
     assert right, (
         f"{name} is {array.dtype} {array.shape}, {'' if array.flags.c_contiguous else 'not '}C-contiguous;"
         f" it must be {dtype} with {dimensions} dimensions, C-contiguous"
@@ -220,14 +224,18 @@ def sample(
     count("rows", rows)
     table("logits", logits, rows, vocab)
     for name, dtype in _SAMPLED_ROWS:
-        _of_length(name, getattr(batch, name), dtype, rows)
+        array = getattr(batch, name)
+        # First without a call: this is on the way of every step.
+        if array.dtype != _DTYPES[dtype] or array.shape != (rows,) or not array.flags.c_contiguous:
+            _of_length(name, array, dtype, rows)
     _entries("bias", batch.bias_offsets, batch.bias_ids, batch.bias_values, "float32", rows, vocab)
     _entries("history", batch.history_offsets, batch.history_ids, batch.history_counts, "int32", rows, vocab)
     assert (last_tokens is None) == (places is None), "last_tokens and places go together"
     if last_tokens is not None and places is not None:
         _array("last_tokens", last_tokens, "int32", 1)
         _of_length("places", places, "int32", rows)
-        inside = places.min() >= 0 and places.max() < last_tokens.shape[0]
+        # Of what is below 0 the bits are those of a large number.
+        inside = places.view(np.uint32).max() < last_tokens.shape[0]
         assert inside, f"places are {places.min()} to {places.max()}, of {last_tokens.shape[0]}"
 
 
@@ -254,6 +262,8 @@ def _entries(
     _of_length(f"{kind}_offsets", offsets, "int64", rows + 1)
     _array(f"{kind}_ids", ids, "int32", 1)
     _array(f"{kind} values", values, dtype, 1)
+    if len(ids) == len(values) == 0 and not offsets.any():
+        return
     assert offsets[0] == 0, f"{kind}_offsets start at {offsets[0]}"
     assert offsets[-1] == len(ids) == len(values), f"{kind}_offsets end at {offsets[-1]} of {len(ids)} entries"
     assert (offsets[1:] >= offsets[:-1]).all(), f"{kind}_offsets descend"

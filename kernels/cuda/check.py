@@ -78,9 +78,12 @@ def step_problem(backend: Backend) -> str:
     """A step of one layer, issued, recorded and replayed: what is wrong with it, or ""."""
     step = _Step(backend)
     first, *later = (step.run() for _ in range(3))
-    if not np.isfinite(first[1]).all():
+    tokens, kept, logits = first
+    if not np.isfinite(logits).all():
         return "a step of finite weights gives logits that are not"
-    if not all(np.array_equal(tokens, first[0]) and np.array_equal(logits, first[1]) for tokens, logits in later):
+    if not np.array_equal(tokens, logits.argmax(axis=1)) or not np.array_equal(kept, tokens):
+        return "the most likely tokens are not those that were chosen, or not those that the device keeps"
+    if not all(np.array_equal(got, wanted) for step in later for got, wanted in zip(step, first, strict=True)):
         return "the same step gives other bits when it is replayed"
     return ""
 
@@ -112,7 +115,9 @@ class _Step:
             backend.write(array, np.arange(ROWS, dtype=np.int32))
         backend.write(indices[3], np.zeros(ROWS, np.int32))
         backend.write(tables, np.zeros((1, 1), np.int32))
-        self._token_ids = indices[0]
+        # The step begins with the last tokens of three places, and ends with its own in their stead.
+        self._token_ids = backend.upload(np.array([-2, -3, -1], np.int32))
+        self._last_tokens = indices[0]
         self._rows = Rows(ROWS, indices[1], indices[2], indices[3], tables)
         self._x = backend.empty((ROWS, CHANNELS), "float32")
         self._normed, self._gated = (backend.activations(ROWS, CHANNELS) for _ in range(2))
@@ -121,15 +126,19 @@ class _Step:
         self._logits = backend.empty((ROWS, VOCAB), "float32")
         backend.reserve(StepShape(ROWS, HEADS, KV_HEADS, HEAD_DIM, 16, 0, ROWS, VOCAB, 16, 0))
 
-    def run(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and logits."""
-        self._backend.replay("step", self._issue)
-        tokens = self._backend.sample(self._logits, _greedy(ROWS)).token_ids
-        return tokens, self._backend.read(self._logits)
+    def run(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, those that are left in their places, and logits."""
+        backend, places = self._backend, np.array([2, 0, 1], np.int32)
+        backend.write(self._last_tokens, np.arange(ROWS, dtype=np.int32))
+        backend.replay("step", self._issue)
+        sampled = backend.sample_later(self._logits, _greedy(ROWS), self._last_tokens, places)
+        logits = backend.read_later(self._logits)
+        kept = backend.read(self._last_tokens)[places]
+        return sampled.wait().token_ids, kept, logits.wait()
 
     def _issue(self) -> None:
         backend, rows = self._backend, self._rows
-        backend.embedding(self._token_ids, self._embed, self._x, ROWS)
+        backend.embedding(self._token_ids, self._embed, self._x, ROWS, last_tokens=self._last_tokens)
         backend.begin_step(rows, self._cache, HEADS)
         backend.rms_norm(self._x, self._norm, 1e-5, self._normed, ROWS)
         backend.linear(self._normed, self._qkv, self._heads, ROWS)

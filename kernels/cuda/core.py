@@ -55,7 +55,7 @@ class CudaCore(Backend):
         self._processors = int(self._device.attributes["MultiProcessorCount"])
         self._modules = Modules(self.arch, cubin_cache)
         self._launcher = Launcher(self.arch)
-        self._uploads, self._downloads = Uploads(self._stream), Downloads(self._stream)
+        self._uploads, self._downloads = Uploads(self._stream), Downloads(self._stream, self._index)
         self._packer = Packer(self._launch, self.upload)
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
         self._seen: set[Hashable] = set()
@@ -105,7 +105,7 @@ class CudaCore(Backend):
         if isinstance(source, Activations):
             return Arrived(source.read(self._stream))
         assert source.flags.c_contiguous, "read wants a contiguous array"
-        return Arrived(self._downloads.fetch(source))
+        return self._downloads.later(source)
 
     def allocate_kv(self, layout: KVLayout) -> KVCache:
         if layout.dtype not in ("float16", "int8"):

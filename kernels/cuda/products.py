@@ -57,10 +57,9 @@ class ProductOps(StagedProducts):
         last_tokens: Array | None = None,
     ) -> None:
         checks.embedding(token_ids, weight.inputs, out, rows, last_tokens)
-        assert last_tokens is None, "last tokens are not read yet"
         (part,) = weight.parts
         arguments: list[Any] = [token_ids, part.integers, part.scale, part.minimum, out]
-        arguments += [int32(weight.inputs), int32(part.blocks)]
+        arguments += [int32(weight.inputs), int32(part.blocks), int32(weight.channels)]
         defines = dict(part.defines)
         if scale != 1.0:
             arguments.append(float32(scale))
@@ -68,6 +67,9 @@ class ProductOps(StagedProducts):
         if part.order is not None:
             arguments.append(part.order)
             defines["ORDERED"] = 1
+        if last_tokens is not None:
+            arguments += [last_tokens, int32(last_tokens.shape[0])]
+            defines["LAST_TOKENS"] = 1
         self._launch(("rows", "embedding"), (rows,), 256, tuple(arguments), **defines)
 
     def gather_rows(self, x: Array, indices: Array, out: Array, count: int) -> None:

@@ -1,8 +1,9 @@
 // Rows moved as they are: the embedding's rows out of the resident integers, and rows gathered by index.
 
-// out[r, :] = weight[token_ids[r], :], rounded, times `factor` where SCALED. The matrix lies as linear.cu's header says (A fragments), its
+// out[r, :] = weight[id, :], rounded, times `factor` where SCALED; id is token_ids[r] or, below 0 where LAST_TOKENS,
+// last_tokens[-1 - token_ids[r]]. An id that is not below `vocab`, or not one of `num_places`, gives a row of NaN. The matrix lies as linear.cu's header says (A fragments), its
 // column j being channel order[j] where ORDERED. grid (rows), 256 threads.
-// Defines: BITS, GROUP, HAS_MIN, SCALE_F32; SCALED and ORDERED 0 or 1, 0 if there are none.
+// Defines: BITS, GROUP, HAS_MIN, SCALE_F32; SCALED, ORDERED and LAST_TOKENS 0 or 1, 0 if there are none.
 #if SCALE_F32
 typedef float Scale;
 DEVICE float scale_value(Scale s) { return s; }
@@ -12,17 +13,28 @@ DEVICE float scale_value(Scale s) { return half_to_float(s); }
 #endif
 
 extern "C" __global__ void __launch_bounds__(256)
-    embedding(const int* token_ids, const u32* w, const Scale* scale, const Scale* minimum, float* out, int K, int KB
+    embedding(const int* token_ids, const u32* w, const Scale* scale, const Scale* minimum, float* out, int K, int KB, int vocab
 #if SCALED
               , float factor
 #endif
 #if ORDERED
               , const int* order
 #endif
+#if LAST_TOKENS
+              , const int* last_tokens, int num_places
+#endif
     ) {
     let_next_start();
     after_previous();
-    const int n = token_ids[blockIdx.x], tile = n >> 4, half = (n >> 3) & 1, r = n & 7;
+    int n = token_ids[blockIdx.x];
+#if LAST_TOKENS
+    if (n < 0 && -1 - n < num_places) n = last_tokens[-1 - n];
+#endif
+    if (n < 0 || n >= vocab) {
+        for (int k = threadIdx.x; k < K; k += 256) out[(size_t)blockIdx.x * K + k] = __uint_as_float(0x7fc00000u);
+        return;
+    }
+    const int tile = n >> 4, half = (n >> 3) & 1, r = n & 7;
     const int groups = KB * 64 / GROUP;
     for (int k = threadIdx.x; k < K; k += 256) {
         const int block = k >> 6, step = (k >> 4) & 3, column = (k >> 3) & 1, lane = r * 4 + ((k & 7) >> 1), element = k & 1;

@@ -4,12 +4,22 @@
 // maxima and thresholds are exact; the log-softmax adds float64 partial sums of a fixed set of ids in a fixed tree; top-k counts
 // with integers; top-p adds integer weights round(exp(x) * 2^40), which in any order give the same sum.
 //
-// logits [rows, vocab] float32, unchanged. work [rows, vocab] float32, used by rows with a bias or a history. Parameter arrays: see SamplingBatch.
-// Out: token_ids, logprobs [rows]; top_ids, top_logprobs [rows, top_width].
+// logits [rows, vocab] float32, unchanged. work [rows, vocab] float32, used by rows with a bias or a history. inputs: a Row a row, then the ids
+// and values of all biases, the ids and counts of all histories. Out, 4 bytes each and one after the other: token_ids, logprobs [rows];
+// top_ids, top_logprobs [rows, top_width]. Where there is last_tokens, each row's token also goes to its place there.
 
 constexpr int THREADS = 1024, WARPS = THREADS / 32;
 #define UNROLL_8 _Pragma("unroll 8")
 #define INFINITE __uint_as_float(0x7f800000u)
+
+// sampling_ops.py fills it; see SamplingBatch. The noise looks at the low 32 bits of a position. Entries are `start` to before `end`.
+struct Row {
+    u64 seed;
+    u32 position;
+    int top_k;
+    float temperature, top_p, min_p, repetition, presence, frequency;
+    int num_logprobs, place, bias_start, bias_end, history_start, history_end;
+};
 
 // -- order-free reductions over the block --------------------------------------------------------------------------------
 
@@ -155,25 +165,28 @@ DEVICE u64 largest(const float* x, int count) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sample(const float* logits, float* work, int vocab, const float* temperature, const int* top_k, const float* top_p,
-           const float* min_p, const float* repetition, const float* presence, const float* frequency, const u64* seed,
-           const long long* position, const int* num_logprobs, const long long* bias_offsets, const int* bias_ids,
-           const float* bias_values, const long long* history_offsets, const int* history_ids, const int* history_counts,
-           int* token_ids, float* logprobs, int* top_ids, float* top_logprobs, int top_width) {
-    const int row = blockIdx.x;
+    sample(const float* logits, float* work, int vocab, const Row* inputs, int* out, int* last_tokens, int biases, int histories,
+           int top_width) {
+    const int row = blockIdx.x, rows = gridDim.x;
+    const int* bias_ids = (const int*)(inputs + rows);
+    const float* bias_values = (const float*)(bias_ids + biases);
+    const int *history_ids = (const int*)(bias_values + biases), *history_counts = history_ids + histories;
+    int *token_ids = out, *top_ids = out + 2 * rows;
+    float *logprobs = (float*)(out + rows), *top_logprobs = (float*)(top_ids + rows * top_width);
     const float* raw = logits + (size_t)row * vocab;
     float* changed = work + (size_t)row * vocab;
     let_next_start();
     after_previous();
 
+    const Row& own = inputs[row];  // read where it is wanted: registers are few
     const u64 first = largest(raw, vocab);
-    const int wanted = num_logprobs[row];
+    const int wanted = own.num_logprobs;
     double log_sum = 0.0;
     const float model_max = value_of((u32)(first >> 32));
     if (wanted >= 0) {
-        double own = 0.0;
-        for (int i = threadIdx.x; i < vocab; i += THREADS) own += exp((double)raw[i] - (double)model_max);
-        log_sum = log(block_sum(own)) + (double)model_max;
+        double share = 0.0;
+        for (int i = threadIdx.x; i < vocab; i += THREADS) share += exp((double)raw[i] - (double)model_max);
+        log_sum = log(block_sum(share)) + (double)model_max;
         u64 below = ~0ull;
         for (int n = 0; n < top_width; n++) {
             int id = -1;
@@ -198,21 +211,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
 
-    const bool adjusted = bias_offsets[row] < bias_offsets[row + 1] || history_offsets[row] < history_offsets[row + 1];
+    const bool adjusted = own.bias_start < own.bias_end || own.history_start < own.history_end;
     u64 best = first;
     if (adjusted) {
         UNROLL_8 for (int i = threadIdx.x; i < vocab; i += THREADS) changed[i] = raw[i];
         __syncthreads();
         // An id may be named more than once, and sums have an order: so one thread. These lists are short.
         if (threadIdx.x == 0)
-            for (long long i = bias_offsets[row]; i < bias_offsets[row + 1]; i++)
+            for (int i = own.bias_start; i < own.bias_end; i++)
                 changed[bias_ids[i]] = __fadd_rn(changed[bias_ids[i]], bias_values[i]);
         __syncthreads();
-        for (long long i = history_offsets[row] + threadIdx.x; i < history_offsets[row + 1]; i += THREADS) {
+        for (int i = own.history_start + threadIdx.x; i < own.history_end; i += THREADS) {
             float v = changed[history_ids[i]];
-            v = v > 0.f ? __fdiv_rn(v, repetition[row]) : __fmul_rn(v, repetition[row]);
+            v = v > 0.f ? __fdiv_rn(v, own.repetition) : __fmul_rn(v, own.repetition);
             if (history_counts[i] > 0)
-                v = __fsub_rn(v, __fadd_rn(__fmul_rn(frequency[row], (float)history_counts[i]), presence[row]));
+                v = __fsub_rn(v, __fadd_rn(__fmul_rn(own.frequency, (float)history_counts[i]), own.presence));
             changed[history_ids[i]] = v;
         }
         __syncthreads();
@@ -220,13 +233,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     const float highest = value_of((u32)(best >> 32));
     int chosen = (u32)(best >> 32) == 0 ? 0 : id_of(best);
-    if ((u32)(best >> 32) != 0 && temperature[row] != 0.f && fabsf(highest) < INFINITE) {
-        const Tempered x = {adjusted ? changed : raw, highest, temperature[row], vocab};
+    if ((u32)(best >> 32) != 0 && own.temperature != 0.f && fabsf(highest) < INFINITE) {
+        const Tempered x = {adjusted ? changed : raw, highest, own.temperature, vocab};
         u32 floor = 1;  // above NaN
-        if (top_k[row] > 0 && top_k[row] < vocab) floor = max(floor, descend<false>(x, floor, top_k[row]));
-        if (min_p[row] > 0.f) floor = max(floor, key_of((float)log((double)min_p[row])));
-        if (top_p[row] < 1.f) {
-            const u64 target = (u64)ceil((double)top_p[row] * (double)total_weight(x, floor));
+        if (own.top_k > 0 && own.top_k < vocab) floor = max(floor, descend<false>(x, floor, own.top_k));
+        if (own.min_p > 0.f) floor = max(floor, key_of((float)log((double)own.min_p)));
+        if (own.top_p < 1.f) {
+            const u64 target = (u64)ceil((double)own.top_p * (double)total_weight(x, floor));
             floor = max(floor, descend<true>(x, floor, target > 1 ? target : 1));
         }
         int id_best = 0;
@@ -239,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 any = any || key_of(v[j]) >= floor;
             }
             if (!any) continue;
-            const uint4 words = philox(seed[row], quad, (u32)position[row]);
+            const uint4 words = philox(own.seed, quad, own.position);
             UNROLL for (int j = 0; j < 4; j++) {
                 const u32 word = j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w;
                 if (key_of(v[j]) < floor || (double)v[j] + (double)gumbel_bound(word) < value_best) continue;
@@ -259,6 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (threadIdx.x == 0) {
         token_ids[row] = chosen;
+        if (last_tokens) last_tokens[own.place] = chosen;
         logprobs[row] = wanted >= 0 ? (float)((double)raw[chosen] - log_sum) : __uint_as_float(0x7fc00000u);
     }
 }

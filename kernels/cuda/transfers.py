@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardline.kernels.backend import Arrived, Pending
 from shardline.kernels.cuda.cupy_import import cupy
 
 LEAST_BYTES = 1 << 16
@@ -19,6 +22,7 @@ memory than hidden states."""
 
 _ALIGNMENT = 256
 _PORTABLE = 1  # cudaHostAllocPortable: pinned for every device of the process
+_NOT_READY = 600  # cudaErrorNotReady
 
 
 def _round_up(size: int) -> int:
@@ -84,43 +88,100 @@ class Uploads:
         return half
 
 
+class _Landing:
+    """A pinned buffer for copies from a device, and the event behind the last of them."""
+
+    def __init__(self, size: int, device: int) -> None:
+        self.device = device
+        self.memory = cupy.cuda.PinnedMemory(size, _PORTABLE)
+        self.event = cupy.cuda.Event(disable_timing=True)
+        self.under_way = False
+
+    def wait(self) -> None:
+        """Until the copy is done; any thread."""
+        # A device object of its own: CuPy's keep what to go back to in themselves, for all threads together.
+        with cupy.cuda.Device(self.device):
+            self.event.synchronize()
+        self.under_way = False
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        # In whatever thread the last array ends: the driver would begin to use the thread's own device.
+        with suppress(cupy.cuda.runtime.CUDARuntimeError), cupy.cuda.Device(self.device):
+            try:
+                if self.under_way:
+                    self.event.synchronize()  # nobody has waited, and memory is not unpinned below a copy
+            finally:
+                self.memory = self.event = None
+
+
 class _Lease:
     """Brings a buffer back when the last array on it is gone."""
 
-    def __init__(self, memory: Any, home: list[Any]) -> None:
-        self._memory, self._home = memory, home
+    def __init__(self, landing: _Landing, home: list[_Landing]) -> None:
+        self._landing, self._home = landing, home
 
     def __del__(self) -> None:
-        self._home.append(self._memory)
+        self._home.append(self._landing)
+
+
+class Download:
+    """A `Pending` of a device array's contents."""
+
+    __slots__ = ("_host", "_landing")
+
+    def __init__(self, landing: _Landing, host: NDArray[Any]) -> None:
+        self._landing = landing
+        self._host: NDArray[Any] | None = host
+
+    @property
+    def ready(self) -> bool:
+        """Whether the copy is done, or never will be because its device has failed."""
+        with cupy.cuda.Device(self._landing.device):
+            status: int = cupy.cuda.runtime.eventQuery(self._landing.event.ptr)
+        return status != _NOT_READY
+
+    def wait(self) -> NDArray[Any]:
+        """The contents; once."""
+        host, self._host = self._host, None
+        assert host is not None, "a result is waited for twice"
+        self._landing.wait()
+        return host
 
 
 class Downloads:
-    """Copies from the device. Each array that `fetch` returns is the caller's for as long as it is held."""
+    """Copies from the device on one stream. Each array that comes is the caller's for as long as it is held.
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._free: dict[int, list[Any]] = {}
+    A buffer is lent again once its array is gone. If that was never waited for, its copy may still be under way: the
+    next one into the buffer comes after it, as both are of one stream.
+    """
 
-    def fetch(self, source: Any) -> NDArray[Any]:
-        """Wait for what is on the stream, then return a C-contiguous device array's contents."""
+    def __init__(self, stream: Any, device: int) -> None:
+        self._stream, self._device = stream, device
+        self._free: dict[int, list[_Landing]] = {}
+
+    def later(self, source: Any) -> Pending[NDArray[Any]]:
+        """Enqueue a copy of a C-contiguous device array."""
         if not source.nbytes:
-            return np.empty(source.shape, source.dtype)
-        pointer, host = self._take(source.nbytes)
+            return Arrived(np.empty(source.shape, source.dtype))
+        landing, host = self._take(source.nbytes)
         runtime = cupy.cuda.runtime
-        runtime.memcpyAsync(pointer, source.data.ptr, source.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
-        self._stream.synchronize()
-        values: NDArray[Any] = host.view(source.dtype).reshape(source.shape)
-        return values
+        to = landing.memory.ptr
+        runtime.memcpyAsync(to, source.data.ptr, source.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
+        landing.under_way = True
+        landing.event.record(self._stream)
+        return Download(landing, host.view(source.dtype).reshape(source.shape))
 
     def close(self) -> None:
         """Unpin what nobody holds; the rest follows when its arrays are gone."""
         self._free.clear()
 
-    def _take(self, size: int) -> tuple[int, NDArray[np.uint8]]:
+    def _take(self, size: int) -> tuple[_Landing, NDArray[np.uint8]]:
         rounded = _round_up(size)
         free = self._free.setdefault(rounded, [])
-        memory = free.pop() if free else cupy.cuda.PinnedMemory(rounded, _PORTABLE)
-        return memory.ptr, _view(memory, size, _Lease(memory, free))
+        landing = free.pop() if free else _Landing(rounded, self._device)
+        return landing, _view(landing.memory, size, _Lease(landing, free))
 
 
 def _view(memory: Any, size: int, keeper: object) -> NDArray[np.uint8]:

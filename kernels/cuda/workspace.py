@@ -25,7 +25,7 @@ ROUNDING = 512
 """Each array takes a multiple of it."""
 
 _SAMPLING_ROW = 64
-"""Bytes of `SamplingBatch` a row besides biases and histories."""
+"""Bytes of a row of sample.cu's inputs, besides biases and histories."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -95,8 +96,12 @@ class Runtime:
         del self.held[pointer]
 
     def memcpyAsync(self, to, source, size, kind, stream):  # noqa: N802
-        """As late as the device may do it: to the device before the next kernel, to the host in `synchronize`."""
-        STREAMS[stream].copies.append((kind, to, source, size))
+        """As late as the device may do it: before the next kernel, and what goes to the host lands when it is waited
+        for, with what was there at its place in the stream."""
+        STREAMS[stream].enqueue(kind, to, source, size)
+
+    def eventQuery(self, event):  # noqa: N802
+        return EVENTS[event].status()
 
 
 runtime = Runtime()
@@ -242,7 +247,10 @@ class Stream:
         self.ptr = len(STREAMS) + 1
         STREAMS[self.ptr] = self
         self.recording = None
-        self.copies = []
+        self.enqueued = 0  # copies so far
+        self.copies = []  # those that the device has not begun: (number, kind, to, source, size)
+        self.landing = []  # those whose bytes are on the way to the host: (number, to, bytes)
+        self.lock = threading.RLock()
         self.device = runtime.getDevice()
         self.synchronised = 0
 
@@ -256,16 +264,24 @@ class Stream:
         CURRENT.stream = self._before.pop()
         return False
 
-    def land(self, to_host):
-        """Do the copies to the device that wait; with `to_host` those to the host too, in their order."""
-        left = []
-        for copy in self.copies:
-            kind, to, source, size = copy
-            if to_host or kind == runtime.memcpyHostToDevice:
-                ctypes.memmove(to, source, size)
-            else:
-                left.append(copy)
-        self.copies = left
+    def enqueue(self, kind, to, source, size):
+        with self.lock:
+            self.enqueued += 1
+            self.copies.append((self.enqueued, kind, to, source, size))
+
+    def land(self, to_host, until=None):
+        """Do the copies that wait, up to number `until`, in their order; with `to_host` they arrive there too."""
+        with self.lock:
+            until = self.enqueued if until is None else until
+            while self.copies and self.copies[0][0] <= until:
+                number, kind, to, source, size = self.copies.pop(0)
+                if kind == runtime.memcpyHostToDevice:
+                    ctypes.memmove(to, source, size)
+                else:
+                    self.landing.append((number, to, ctypes.string_at(source, size)))
+            while to_host and self.landing and self.landing[0][0] <= until:
+                _, to, content = self.landing.pop(0)
+                ctypes.memmove(to, content, len(content))
 
     def synchronize(self):
         self.synchronised += 1
@@ -280,16 +296,26 @@ class Stream:
         return g
 
 
+EVENTS = weakref.WeakValueDictionary()
+
+
 class Event:
     def __init__(self, block=False, disable_timing=False):
+        self.ptr = id(self)
+        EVENTS[self.ptr] = self
         self.stream = None
 
     def record(self, stream):
-        self.stream = stream
+        self.stream, self.after = stream, stream.enqueued
+
+    def status(self):
+        """cudaErrorNotReady while a copy before it has not landed."""
+        waiting = self.stream is not None and (*self.stream.copies, *self.stream.landing)
+        return 600 if waiting and min(copy[0] for copy in waiting) <= self.after else 0
 
     def synchronize(self):
         if self.stream is not None:
-            self.stream.land(to_host=True)
+            self.stream.land(to_host=True, until=self.after)
 
 
 class Graph:

@@ -87,6 +87,33 @@ def test_embedding_is_the_matrix(cuda: Any, poisoned: Callable[..., Any], weight
     assert (np.abs(cuda.read(out) - wanted) <= scale * 2.0 ** (weights.bits - 22)).all()
 
 
+def test_embedding_takes_the_tokens_that_were_sampled_last(
+    cuda: Any, poisoned: Callable[..., Any], weights: Any
+) -> None:
+    weight = cuda.load_matrix([weights.matrix(331, 640)])
+    rng = np.random.default_rng(12)
+    last = rng.integers(331, size=50).astype(np.int32)
+    ids = np.where(rng.random(40) < 0.6, -1 - rng.permutation(50)[:40], rng.integers(331, size=40)).astype(np.int32)
+    ids[:4] = [-1, -50, 330, 0]
+    resolved = np.array([last[-1 - i] if i < 0 else i for i in ids], np.int32)
+    for scale in (1.0, 1.7320508):
+        plain, ahead = poisoned(43, 640), poisoned(43, 640)
+        cuda.embedding(cuda.upload(resolved), weight, plain, 40, scale=scale)
+        cuda.embedding(cuda.upload(ids), weight, ahead, 40, scale=scale, last_tokens=cuda.upload(last))
+        assert np.array_equal(cuda.read(ahead).view(np.uint32), cuda.read(plain).view(np.uint32))
+
+
+def test_ids_that_stand_for_nothing_poison_their_rows_alone(cuda: Any, weights: Any) -> None:
+    weight = cuda.load_matrix([weights.matrix(331, 640)])
+    # The array ends in the middle of one that has a token for every place.
+    last = cuda.upload(np.array([330, -1, 331, -3, 1, 1], np.int32))[:4]
+    ids = np.array([-1, -2, -3, -4, -5, -(2**31), 330, 331, 2**31 - 1], np.int32)
+    for given, wrong in ((last, [1, 2, 3, 4, 5, 7, 8]), (None, [0, 1, 2, 3, 4, 5, 7, 8])):
+        out = cuda.upload(np.zeros((9, 640), np.float32))
+        cuda.embedding(cuda.upload(ids), weight, out, 9, last_tokens=given)
+        assert np.flatnonzero(np.isnan(cuda.read(out)).all(axis=1)).tolist() == wrong
+
+
 def test_gathered_rows_are_the_rows(cuda: Any, poisoned: Callable[..., Any]) -> None:
     x = rows_of(8, 50, 777)
     indices = np.random.default_rng(9).integers(50, size=33).astype(np.int32)

@@ -99,6 +99,54 @@ def test_chooses_what_the_cpu_chooses(cuda: Any, cpu: Backend, vocab: int) -> No
     np.testing.assert_allclose(got.top_logprobs, wanted.top_logprobs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 65, 130])
+def test_tokens_go_to_their_places_too(cuda: Any, rows: int) -> None:
+    rng = np.random.default_rng([6, rows])
+    vocab, places = 997, 2 * rows + 3
+    logits = [cuda.upload((rng.standard_normal((rows, vocab)) * 3).astype(np.float32)) for _ in range(3)]
+    batches = [batch_of(rng, rows, vocab) for _ in logits]
+    alone = [cuda.sample(device, batch) for device, batch in zip(logits, batches, strict=True)]
+    last = cuda.upload(np.full(places, -7, np.int32))
+    wanted, pending = np.full(places, -7, np.int32), []
+    chosen = np.empty(rows, np.int32)
+    # All of them before any is waited for; what the caller gave is his again at once.
+    for device, batch, output in zip(logits, batches, alone, strict=True):
+        chosen[:] = rng.permutation(places)[:rows]
+        wanted[chosen] = output.token_ids
+        given = replace(batch, **{name: getattr(batch, name).copy() for name in ("seed", "temperature", "bias_ids")})
+        pending.append((cuda.sample_later(device, given, last, chosen), cuda.read_later(last), wanted.copy()))
+        for array in (chosen, given.seed, given.temperature, given.bias_ids):
+            array[:] = 0
+    for (sampled, kept, expected), output in reversed(list(zip(pending, alone, strict=True))):
+        assert np.array_equal(kept.wait(), expected)
+        got = sampled.wait()
+        for field in fields(got):
+            assert np.array_equal(getattr(got, field.name), getattr(output, field.name), equal_nan=True), field.name
+
+
+def test_the_packed_rows_have_the_kernels_size(cuda: Any) -> None:
+    from shardline.kernels.cuda import sampling_ops, workspace
+
+    assert sampling_ops.ROW.itemsize == workspace._SAMPLING_ROW == 64
+
+
+def test_scratch_that_grows_is_not_taken_from_steps_under_way(cuda: Any) -> None:
+    """Each step needs larger buffers than the one before, and none is waited for until all are enqueued."""
+    from shardline.kernels.cuda.backend import CudaBackend
+
+    rng = np.random.default_rng(8)
+    counts = [1, 2, 5, 12, 30, 70, 150]
+    steps = [((rng.standard_normal((rows, 997)) * 3).astype(np.float32), batch_of(rng, rows, 997)) for rows in counts]
+    wanted = [sample(cuda, logits, batch) for logits, batch in steps]
+    backend = CudaBackend(0, None)
+    pending = [backend.sample_later(backend.upload(logits), batch) for logits, batch in steps]
+    got = [one.wait() for one in pending]
+    backend.close()
+    for one, other in zip(got, wanted, strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids)
+        assert np.array_equal(one.top_logprobs, other.top_logprobs, equal_nan=True)
+
+
 def test_a_row_is_the_same_in_any_company(cuda: Any) -> None:
     rng = np.random.default_rng(1)
     most, vocab = 513, 3001
@@ -117,3 +165,40 @@ def test_a_row_is_the_same_in_any_company(cuda: Any) -> None:
             assert np.array_equal(output.top_logprobs[place, :wanted], alone[r].top_logprobs[0], equal_nan=True)
             assert (output.top_ids[place, wanted:] == -1).all()
             assert np.isnan(output.top_logprobs[place, wanted:]).all()
+
+
+def test_steps_ahead_of_the_host_choose_what_steps_one_by_one_choose(cuda: Any, portable: Any) -> None:
+    """A chain of steps, each of which begins with the tokens of the one before, is enqueued as one: embedding, product
+    and choice, recorded and replayed, with nothing between them that waits for the host."""
+    rng = np.random.default_rng(9)
+    rows, inputs, vocab, steps = 9, 640, 331, 12
+    embed, head = (cuda.load_matrix([portable[0].matrix(vocab, inputs, seed)]) for seed in range(2))
+    first = rng.integers(vocab, size=rows).astype(np.int32)
+    places = rng.permutation(2 * rows)[:rows].astype(np.int32)
+    x, norm = cuda.empty((rows, inputs), "float32"), cuda.upload(np.ones(inputs, np.float32))
+    normed, logits = cuda.activations(rows, inputs), cuda.empty((rows, vocab), "float32")
+    ids, last = cuda.empty((rows,), "int32"), cuda.upload(np.full(2 * rows, -1, np.int32))
+    batches = [replace(batch_of(rng, rows, vocab), temperature=np.full(rows, 2, np.float32)) for _ in range(steps)]
+
+    def issue() -> None:
+        cuda.embedding(ids, embed, x, rows, last_tokens=last)
+        cuda.rms_norm(x, norm, 1e-5, normed, rows)
+        cuda.linear(normed, head, logits, rows)
+
+    def run(ahead: bool) -> list[np.ndarray]:
+        tokens, pending = first, []
+        for step, batch in enumerate(batches):
+            cuda.write(ids, -1 - places if ahead and step else tokens)
+            cuda.replay(("ahead", ahead), issue)
+            pending.append(cuda.sample_later(logits, batch, last, places))
+            if not ahead:
+                tokens = pending[-1].wait().token_ids
+                pending[-1] = cuda.read_later(last[: 2 * rows])
+        if ahead:
+            return [one.wait().token_ids for one in pending]
+        return [one.wait()[places] for one in pending]
+
+    one_by_one, ahead = run(False), run(True)
+    assert len({tokens.tobytes() for tokens in one_by_one}) == steps
+    for step in range(steps):
+        assert np.array_equal(ahead[step], one_by_one[step]), step

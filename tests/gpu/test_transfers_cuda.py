@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import queue
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -117,6 +119,94 @@ def test_what_was_read_stays_while_later_steps_run(backend: Any) -> None:
     backend.close()
     gc.collect()
     assert np.array_equal(kept[0], numbers(0, 5000)[1:-1])
+
+
+def test_what_is_on_its_way_is_of_its_place_in_the_order(backend: Any) -> None:
+    """Kernels and copies that come right after, and do not wait for the host, change nothing of it."""
+    size, steps = 1 << 20, 12
+    values = np.stack([numbers(seed, size) for seed in range(steps)]).view(np.float32)
+    values[~np.isfinite(values)] = 0
+    x, out = backend.upload(values), backend.empty((1, size), "float32")
+    indices = [backend.upload(np.array([seed], np.int32)) for seed in range(steps)]
+    pending = []
+    for seed in range(steps):
+        backend.gather_rows(x, indices[seed], out, 1)
+        pending.append(backend.read_later(out))
+        if seed % 3 == 1:
+            backend.write(out, np.zeros((1, size), np.float32))
+    order = np.random.default_rng(0).permutation(steps).tolist()
+    kept = {seed: pending[seed].wait() for seed in order}
+    for seed in order:
+        assert np.array_equal(kept[seed][0], values[seed]), seed
+
+
+def test_a_result_is_ready_once_it_has_come_and_is_given_once(backend: Any) -> None:
+    device = backend.upload(numbers(1, 5000))
+    pending = backend.read_later(device)
+    backend.synchronize()
+    assert pending.ready
+    assert np.array_equal(pending.wait(), numbers(1, 5000))
+    with pytest.raises(AssertionError, match="twice"):
+        pending.wait()
+    nothing = backend.read_later(device[:0])
+    assert nothing.ready
+    assert nothing.wait().shape == (0,)
+
+
+def test_another_thread_waits_while_steps_go_on(backend: Any) -> None:
+    """It has never used a device, and is left on its own."""
+    import cupy
+
+    device, steps = backend.empty((70000,), "int32"), 200
+    begun: queue.Queue[Any] = queue.Queue(maxsize=2)
+    got: list[np.ndarray] = []
+    devices: set[int] = set()
+
+    def collect() -> None:
+        for _ in range(steps):
+            got.append(begun.get().wait())
+            devices.add(cupy.cuda.runtime.getDevice())
+
+    with ThreadPoolExecutor(1) as pool:
+        collected = pool.submit(collect)
+        for seed in range(steps):
+            backend.write(device, numbers(seed, 70000))
+            begun.put(backend.read_later(device))
+        collected.result()
+    assert devices == {0}
+    for seed, host in enumerate(got):
+        assert np.array_equal(host, numbers(seed, 70000)), seed
+
+
+def test_a_result_that_nobody_waits_for_does_no_harm(backend: Any, counted: dict[str, int]) -> None:
+    device = backend.empty((300000,), "int32")
+    for seed in range(60):
+        backend.write(device, numbers(seed, 300000))
+        dropped = backend.read_later(device)
+        backend.write(device, numbers(seed + 1000, 300000))
+        del dropped
+        gc.collect()
+        # Into the buffer that the dropped one may still be on its way to.
+        kept = backend.read_later(device)
+        backend.write(device, numbers(seed + 2000, 300000))
+        assert np.array_equal(kept.wait(), numbers(seed + 1000, 300000)), seed
+        del kept
+    # Two uploads' halves, which grow, and one or two for what comes back.
+    assert counted["pinned"] <= 8
+
+
+def test_results_on_their_way_outlive_the_backend(backend: Any) -> None:
+    device = backend.upload(numbers(5, 300000))
+    pending = [backend.read_later(device[: 1000 * count]) for count in (300, 1, 200, 300)]
+    kept = pending[3].wait()
+    dropped = pending.pop(2)
+    backend.close()
+    del dropped
+    gc.collect()
+    assert pending[0].ready
+    assert np.array_equal(pending[1].wait(), numbers(5, 300000)[:1000])
+    assert np.array_equal(pending[0].wait(), numbers(5, 300000))
+    assert np.array_equal(kept, numbers(5, 300000))
 
 
 def test_buffers_are_used_again(backend: Any, counted: dict[str, int]) -> None:

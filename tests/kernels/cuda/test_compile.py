@@ -82,6 +82,8 @@ OTHERS = [
     ("rows", {"BITS": 4, "GROUP": 32, "HAS_MIN": 1, "SCALE_F32": 0}),
     ("rows", {"BITS": 8, "GROUP": 16, "HAS_MIN": 0, "SCALE_F32": 1}),
     ("rows", {"BITS": 4, "GROUP": 128, "HAS_MIN": 0, "SCALE_F32": 0, "SCALED": 1, "ORDERED": 1}),
+    ("rows", {"BITS": 4, "GROUP": 64, "HAS_MIN": 1, "SCALE_F32": 0, "LAST_TOKENS": 1}),
+    ("rows", {"BITS": 8, "GROUP": 32, "HAS_MIN": 0, "SCALE_F32": 0, "SCALED": 1, "ORDERED": 1, "LAST_TOKENS": 1}),
     *(("attention", defines) for defines in ATTENTION),
     ("rope_kv_write", {"HEAD_DIM": 64, "INTERLEAVED": 1, "NORMS": 0}),
     ("rope_kv_write", {"HEAD_DIM": 80, "INTERLEAVED": 0, "NORMS": 0}),
