@@ -18,6 +18,7 @@ from shardline.cluster.errors import (
     TransportError,
 )
 from shardline.cluster.request import Completion, Delta, Message, Request, TokenLogprob, Usage
+from shardline.cluster.text.generation_defaults import GenerationDefaults
 
 if TYPE_CHECKING:
     from shardline.cluster.client import AsyncClient, Client
@@ -32,6 +33,7 @@ __all__ = [
     "Engine",
     "EngineDeadError",
     "EngineNotFoundError",
+    "GenerationDefaults",
     "LeaseExpiredError",
     "Message",
     "ModelNotFoundError",

@@ -18,6 +18,7 @@ from shardline.cluster.engine import Engine, EngineStatus
 from shardline.cluster.errors import EngineDeadError, ShardlineError
 from shardline.cluster.inbox import Failure, Inbox, merge
 from shardline.cluster.request import Completion, Delta, Message, Request
+from shardline.cluster.text.generation_defaults import GenerationDefaults
 from shardline.scheduler import InvalidParameterError, SamplingParams
 
 Prompt = str | Sequence[Message] | Request
@@ -112,6 +113,7 @@ class AsyncClient:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._defaults: GenerationDefaults | None = None
 
     @classmethod
     async def connect(cls, address: str = "auto", *, name: str = ENGINE_NAME) -> Self:
@@ -156,7 +158,8 @@ class AsyncClient:
 
         Args:
             prompt: A raw text; or a chat as a sequence of messages; or a whole `Request`, which then holds everything.
-            params: How tokens are chosen and when they end.
+            params: How tokens are chosen and when they end; None is the model's own way (`generation_defaults`), and
+                `SamplingParams()` greedy.
             priority: Lower runs first.
 
         Raises:
@@ -164,9 +167,17 @@ class AsyncClient:
             TemplateError: the chat template refuses the messages.
             EngineDeadError: the engine is gone.
         """
+        if params is None and not isinstance(prompt, Request):
+            params = (await self.generation_defaults()).params()
         request = _request(prompt, params, priority)
         request_id, inbox = await self._connection.submit(request)
         return AsyncStream(self._connection, request_id, inbox, request.params.n)
+
+    async def generation_defaults(self) -> GenerationDefaults:
+        """How the model's makers advise to sample; its `params` are for `submit`. Raises EngineDeadError."""
+        if self._defaults is None:
+            self._defaults = await self._connection.generation_defaults()
+        return self._defaults
 
     async def status(self) -> EngineStatus:
         """The engine's snapshot."""
@@ -279,6 +290,10 @@ class Client:
     def status(self) -> EngineStatus:
         """The engine's snapshot."""
         return self._runner.call(self._client.status())
+
+    def generation_defaults(self) -> GenerationDefaults:
+        """See `AsyncClient.generation_defaults`."""
+        return self._runner.call(self._client.generation_defaults())
 
     def close(self) -> None:
         """End this client's requests, and its engine if it is a local one. Idempotent."""

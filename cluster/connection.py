@@ -14,6 +14,7 @@ from shardline.cluster.engine import Engine, EngineStatus
 from shardline.cluster.errors import EngineDeadError, EngineNotFoundError, LeaseExpiredError, ShardlineError
 from shardline.cluster.inbox import Failure, Inbox
 from shardline.cluster.request import Request, checked_id
+from shardline.cluster.text.generation_defaults import GenerationDefaults
 from shardline.scheduler import InvalidParameterError
 
 ENGINE_NAME = "engine"
@@ -36,6 +37,10 @@ class Connection(Protocol):
 
     def cancel(self, request_id: str, inbox: Inbox) -> None:
         """End the request of that id whose deltas go to `inbox` soon; an unknown or ended one is no error."""
+        ...
+
+    async def generation_defaults(self) -> GenerationDefaults:
+        """How the model's makers advise to sample."""
         ...
 
     async def status(self) -> EngineStatus:
@@ -61,6 +66,10 @@ class LocalConnection:
     def cancel(self, request_id: str, inbox: Inbox) -> None:
         """See `Connection`."""
         self._engine.cancel(request_id, inbox)
+
+    async def generation_defaults(self) -> GenerationDefaults:
+        """See `Connection`."""
+        return self._engine.generation_defaults
 
     async def status(self) -> EngineStatus:
         """See `Connection`."""
@@ -148,6 +157,11 @@ class RayConnection:
         if self._dead is None:
             with contextlib.suppress(Exception):
                 self._actor.cancel.remote(self._lease.client_id, request_id)
+
+    async def generation_defaults(self) -> GenerationDefaults:
+        """See `Connection`."""
+        defaults: GenerationDefaults = await self._call("generation_defaults")
+        return defaults
 
     async def status(self) -> EngineStatus:
         """See `Connection`."""

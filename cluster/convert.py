@@ -138,7 +138,7 @@ def _convert(checkpoint: Checkpoint, source: Path, folder: Path, written: Callab
 
 
 def _write_text(checkpoint: Checkpoint, folder: Path) -> dict[str, FileRecord]:
-    """The tokenizer's files, or its part of a GGUF file's metadata."""
+    """The tokenizer's files, or a GGUF file's metadata of the tokenizer and of sampling."""
     source = checkpoint.text_folder
     if source is None:
         _write(folder / METADATA, _metadata_json(checkpoint.metadata, checkpoint.path))
@@ -158,7 +158,7 @@ def _write_text(checkpoint: Checkpoint, folder: Path) -> dict[str, FileRecord]:
 
 
 def _metadata_json(metadata: Mapping[str, Any], path: Path) -> bytes:
-    kept = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    kept = {key: value for key, value in metadata.items() if key.startswith(("tokenizer.", "general.sampling."))}
     for key, value in kept.items():
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):

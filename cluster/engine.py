@@ -14,6 +14,7 @@ from shardline.cluster.inbox import Failure, Inbox
 from shardline.cluster.live_request import LiveRequest
 from shardline.cluster.pipeline import Pipeline, StageStats
 from shardline.cluster.request import Delta, Request, checked_id
+from shardline.cluster.text.generation_defaults import GenerationDefaults
 from shardline.cluster.text.model_text import ModelText
 from shardline.cluster.token_rate import TokenRate
 from shardline.scheduler import (
@@ -158,6 +159,11 @@ class Engine:
         await self._drop_pending_result()
         await self._pipeline.close()
         self._text.close()
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """How the model's makers advise to sample; a request's own params are taken as they are."""
+        return self._text.generation_defaults
 
     async def status(self) -> EngineStatus:
         """A snapshot; also of a dead engine."""

@@ -16,6 +16,7 @@ from shardline.cluster.engine import Engine, EngineStatus
 from shardline.cluster.errors import EngineNotFoundError, LeaseExpiredError, ShardlineError
 from shardline.cluster.inbox import Failure, Inbox
 from shardline.cluster.request import Delta, Request
+from shardline.cluster.text.generation_defaults import GenerationDefaults
 from shardline.scheduler import InvalidParameterError
 
 POLL_SECONDS = 2.0
@@ -120,6 +121,10 @@ class EngineHost:
                 client.number, client.batch = received + 1, batch
                 client.note_ends(batch)
         return client.number, client.batch if client.number != received else []
+
+    async def generation_defaults(self) -> GenerationDefaults:
+        """See `Engine.generation_defaults`."""
+        return self._running_engine().generation_defaults
 
     async def status(self) -> EngineStatus:
         """See `Engine.status`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,13 +60,23 @@ def run(
     max_tokens: Annotated[
         int | None, typer.Option(help="The most tokens of an answer; up to the context when left out.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=SAMPLING)] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest; 0: all.", rich_help_panel=SAMPLING)] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep what makes up this much.", rich_help_panel=SAMPLING)] = 1.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 takes the likeliest token. This and the next four are the model's own when left out; if it says "
+            "nothing, 0 and off.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest; 0: all.", rich_help_panel=SAMPLING)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep what makes up this much; 1: all.", rich_help_panel=SAMPLING)
+    ] = None,
     min_p: Annotated[
-        float, typer.Option(help="Keep what is this likely next to the likeliest.", rich_help_panel=SAMPLING)
-    ] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1: off.", rich_help_panel=SAMPLING)] = 1.0,
+        float | None,
+        typer.Option(help="Keep what is this likely next to the likeliest; 0: all.", rich_help_panel=SAMPLING),
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="1: off.", rich_help_panel=SAMPLING)] = None,
     presence_penalty: Annotated[float, typer.Option(help="0: off.", rich_help_panel=SAMPLING)] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="0: off.", rich_help_panel=SAMPLING)] = 0.0,
     seed: Annotated[
@@ -92,22 +102,27 @@ def run(
     from shardline.cluster.cli.chat import run_command
     from shardline.scheduler import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
+    models_own = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    given: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+        **{name: value for name, value in models_own.items() if value is not None},
+    }
+    # What is wrong is told before a model is loaded.
+    SamplingParams(**given)
     wish = _engine_options(
         model, stages, split, address, memory, threads, context, concurrency, block_size, kv_dtype, device, gpu_memory
     )
-    run_command(wish, prompt, system, raw, params)
+    run_command(wish, prompt, system, raw, given)
 
 
 @app.command(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from shardline.cluster.build import EngineOptions
 from shardline.cluster.cli.engine import running
@@ -22,9 +23,9 @@ HELP = "Ctrl-C stops an answer, /reset forgets the chat, Ctrl-D quits."
 
 
 def run_command(
-    options: EngineOptions, prompt: str | None, system: str | None, raw: bool, params: SamplingParams
+    options: EngineOptions, prompt: str | None, system: str | None, raw: bool, given: Mapping[str, Any]
 ) -> None:
-    """See `shardline run`."""
+    """See `shardline run`. `given` are the fields of `SamplingParams` that are not left to the model."""
     if raw and system is not None:
         raise InvalidParameterError("system", system, "no system text with --raw, which uses no chat template")
     if prompt is None and not sys.stdin.isatty():
@@ -38,6 +39,7 @@ def run_command(
     if prompt is not None and not prompt:
         raise InvalidParameterError("prompt", prompt, "a text that is not empty")
     with running(options) as client:
+        params = _sampling(client, given)
         if prompt is None:
             Chat(client, system, params).run()
             return
@@ -50,6 +52,14 @@ def run_command(
                 pass
         except TemplateError as error:
             raise TemplateError(f"{error}. Use --raw to continue the prompt without a chat template") from error
+
+
+def _sampling(client: Client, given: Mapping[str, Any]) -> SamplingParams:
+    defaults = client.generation_defaults()
+    told = defaults.told(**given)
+    if told:
+        say(f"sampling: {told} (from {defaults.source}; --temperature 0 for greedy)")
+    return defaults.params(**given)
 
 
 def answer(client: Client, request: Request) -> Generator[str]:

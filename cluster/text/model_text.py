@@ -28,7 +28,7 @@ class ModelText:
     Attributes:
         tokenizer: Its tokenizer.
         template: Its chat template, or why it has none.
-        generation_defaults: How its makers advise to sample; nothing applies it by itself.
+        generation_defaults: How its makers advise to sample.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ModelText:
             template: ChatTemplate | TemplateError = ChatTemplate.from_metadata(checkpoint.metadata)
         except TemplateError as error:
             template = error
-        return cls(tokenizer, template)
+        return cls(tokenizer, template, generation_defaults=GenerationDefaults.from_metadata(checkpoint.metadata))
 
     @classmethod
     def from_folder(cls, folder: Path, num_ids: int | None) -> ModelText:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_seeds_and_raw_text(smollm2: Path, expected: str, capsys: pytest.Capture
 
 
 def test_every_option_of_run_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
+    seen: list[Any] = []
     monkeypatch.setattr("shardline.cluster.cli.chat.run_command", lambda *arguments: seen.extend(arguments))
     text = (
         "run some.gguf -p Hello --system Short --max-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.6 --min-p 0.07 "
@@ -100,19 +101,30 @@ def test_every_option_of_run_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "Hello",
         "Short",
         False,
-        SamplingParams(
-            max_tokens=3,
-            temperature=0.5,
-            top_k=4,
-            top_p=0.6,
-            min_p=0.07,
-            repetition_penalty=1.8,
-            presence_penalty=0.9,
-            frequency_penalty=0.1,
-            seed=11,
-            stop=("a", "b"),
-        ),
+        {
+            "max_tokens": 3,
+            "temperature": 0.5,
+            "top_k": 4,
+            "top_p": 0.6,
+            "min_p": 0.07,
+            "repetition_penalty": 1.8,
+            "presence_penalty": 0.9,
+            "frequency_penalty": 0.1,
+            "seed": 11,
+            "stop": ("a", "b"),
+        },
     ]
+    seen.clear()
+    assert main(["run", "some.gguf", "--temperature", "0", "--top-k", "0"]) == 0
+    assert set(seen[-1]) == {
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "stop",
+    }
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -259,7 +259,7 @@ def test_the_documented_programs_run(smollm2: Path) -> None:
     """The Python blocks of docs/client.md that need no cluster, one after the other as one program."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "client.md").read_text()
     blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "connect(" not in block]
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     program = "\n".join(blocks).replace("smollm2-135m", str(smollm2))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

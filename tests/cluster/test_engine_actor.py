@@ -28,6 +28,7 @@ from shardline.cluster import (
     Engine,
     EngineDeadError,
     EngineNotFoundError,
+    GenerationDefaults,
     LeaseExpiredError,
     Request,
     ShardlineError,
@@ -37,7 +38,7 @@ from shardline.cluster.cli import main
 from shardline.cluster.connection import LocalConnection, RayConnection
 from shardline.cluster.engine import EngineConfig
 from shardline.cluster.engine_actor import EngineHost, serve, stop_serving
-from shardline.cluster.inbox import Failure, merge
+from shardline.cluster.inbox import Failure, Inbox, merge
 from shardline.cluster.ray_runtime import connected
 from shardline.cluster.text.model_text import ModelText
 from shardline.scheduler import InvalidParameterError, RequestTooLargeError, SchedulerConfig
@@ -359,6 +360,34 @@ def test_what_an_engine_refuses_is_refused_alike_on_the_way_to_an_actor(hosted: 
             connection: Any = client._connection
             assert not connection._inboxes
             await client.close()
+
+    asyncio.run(work())
+
+
+def test_a_request_without_params_is_sampled_as_the_models_makers_advise(hosted: Callable[..., Hosted]) -> None:
+    async def work() -> None:
+        async with hosted() as h:
+            advice = GenerationDefaults(temperature=0.5, top_k=7, source="generation_config.json")
+            h.engine._text.generation_defaults = advice
+            client = await connect(h, lambda method, count: None)
+            seen: list[SamplingParams] = []
+            submit = h.engine.submit
+
+            async def noted(request: Request, inbox: Inbox) -> str:
+                seen.append(request.params)
+                return await submit(request, inbox)
+
+            h.engine.submit = noted  # type: ignore[method-assign]
+            assert await client.generation_defaults() == advice
+            for params in (None, SamplingParams(max_tokens=3), None):
+                (await client.submit("one", params)).cancel()
+            (await client.submit(Request(text="one"))).cancel()
+            advised = SamplingParams(temperature=0.5, top_k=7)
+            assert seen == [advised, SamplingParams(max_tokens=3), advised, SamplingParams()]
+            # A client asks once.
+            actor: Any = client._connection
+            assert actor._actor.calls["generation_defaults"] == 1
+            await h.free()
 
     asyncio.run(work())
 

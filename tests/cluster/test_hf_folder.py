@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from shardline.cluster import Request
+from shardline.cluster.cli import main
 from shardline.cluster.client import Client
 from shardline.scheduler import SamplingParams
 from shardline.scheduler.errors import SchedulerError
@@ -115,3 +118,68 @@ def test_the_command_gives_the_same_answer_over_stages(folder: Path) -> None:
         answers.append(done.stdout)
     assert len(answers[0]) > 10
     assert answers[0] == answers[1]
+
+
+ADVICE = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1, "num_beams": 1}
+
+
+@pytest.fixture(scope="module")
+def advised(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, whose makers say how to sample."""
+    path = tmp_path_factory.mktemp("advised") / "model"
+    shutil.copytree(folder, path)
+    (path / "generation_config.json").write_text(json.dumps(ADVICE))
+    return path
+
+
+def test_the_models_own_way_to_sample_is_the_default(folder: Path, advised: Path) -> None:
+    full = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, max_tokens=40, seed=1)
+    greedy = SamplingParams(max_tokens=40)
+    with Client.local(str(folder), context=128) as client:
+        assert client.generation_defaults().params() == SamplingParams()
+        expected = {params: client.submit("Why?", params).text() for params in (full, greedy)}
+        as_advised = client.submit("Why?", replace(full, seed=7)).text()
+    with Client.local(str(advised), context=128) as client:
+        defaults = client.generation_defaults()
+        assert client.submit("Why?", defaults.params(max_tokens=40, seed=1)).text() == expected[full]
+        assert client.submit("Why?", defaults.params(max_tokens=40, temperature=0)).text() == expected[greedy]
+        # Whoever says how is heard, word for word.
+        assert client.submit("Why?", greedy).text() == expected[greedy]
+        assert client.submit(Request(text="Why?", params=replace(full, seed=7))).text() == as_advised
+        # Each of these draws a seed.
+        assert len({client.submit("Why?").text() for _ in range(4)}) == 4
+        assert len({client.submit("Why?", SamplingParams()).text() for _ in range(2)}) == 1
+
+
+def test_the_command_says_what_it_takes_from_the_model(
+    folder: Path, advised: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(model: Path, *options: str) -> tuple[str, str]:
+        assert main(["run", str(model), "-p", "Why?", "--max-tokens", "24", "--context", "128", *options]) == 0
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    greedy, told = run(folder)
+    assert "sampling" not in told
+    answer, told = run(advised, "--seed", "1")
+    assert (
+        "sampling: temperature 0.9, top-k 40, top-p 0.95, repetition penalty 1.1 (from generation_config.json; "
+        "--temperature 0 for greedy)\n" in told
+    )
+    assert answer != greedy
+    written = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--repetition-penalty", "1.1")
+    assert run(folder, *written, "--seed", "1")[0] == answer
+    assert run(advised, "--temperature", "0") == (greedy, run(folder)[1])
+    other, told = run(advised, "--seed", "1", "--top-k", "2", "--repetition-penalty", "1")
+    assert "sampling: temperature 0.9, top-p 0.95 (from" in told
+    assert other == run(folder, "--temperature", "0.9", "--top-p", "0.95", "--top-k", "2", "--seed", "1")[0]
+
+
+def test_damaged_advice_is_refused_by_file_key_and_value(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    (path / "generation_config.json").write_text('{"temperature": 1e6}')
+    assert main(["run", str(path), "-p", "Why?", "--context", "128"]) == 1
+    assert "generation_config.json: temperature: is 1e+06; it is 0 or more and at most 100" in capsys.readouterr().err

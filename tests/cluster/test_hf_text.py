@@ -529,7 +529,9 @@ class TestModelText:
     def test_generation_defaults(self, tmp_path: Path) -> None:
         given_values = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0, "repetition_penalty": 1.05}
         write(tmp_path, llama(), generation_config={**given_values, "do_sample": True, "max_length": 4096})
-        assert ModelText.from_folder(tmp_path, None).generation_defaults == GenerationDefaults(0.7, 20, 0.8, 0.0, 1.05)
+        assert ModelText.from_folder(tmp_path, None).generation_defaults == GenerationDefaults(
+            0.7, 20, 0.8, 0.0, 1.05, source="generation_config.json"
+        )
         write(tmp_path, llama(), generation_config={})
         assert ModelText.from_folder(tmp_path, None).generation_defaults == GenerationDefaults()
 
