@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from shardline.stage import CheckpointError, matrix_shapes, open_checkpoint, vector_shapes
+from shardline.stage.huggingface.folder import Folder
 from shardline.stage.huggingface.formats import quantize
 from shardline.stage.roles import EXPERT_ROLES
 
@@ -237,6 +239,58 @@ class TestReads:
         seen.add(fingerprint(tiny_folder(shards=2, keys={"rms_norm_eps": 2e-5})[0]))
         seen.add(fingerprint(tiny_folder()[0]))
         assert len(seen) == 4
+
+    @pytest.mark.parametrize("change", ["dtype", "metadata", "length", "middle", "another training's shard"])
+    def test_fingerprint_sees_a_change_of_one_shard(self, tiny_folder, tmp_path, change):
+        path, _ = tiny_folder(shards=2)
+        copy = tmp_path / "copy"
+        shutil.copytree(path, copy)
+        shard = copy / "model-00002-of-00002.safetensors"
+        raw = shard.read_bytes()
+        tensors = load_file(shard)
+        if change == "dtype":
+            tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.float16)
+            save_file(tensors, shard)
+        elif change == "metadata":
+            save_file(tensors, shard, {"format": "pt"})
+        elif change == "length":
+            # The header's own padding grows: same tensors, other offsets in the file.
+            length = int.from_bytes(raw[:8], "little")
+            shard.write_bytes((length + 8).to_bytes(8, "little") + raw[8 : 8 + length] + b" " * 8 + raw[8 + length :])
+        elif change == "middle":
+            name = "model.layers.1.mlp.down_proj.weight"
+            tensors[name][32, 48] += np.float32(2**-20)
+            save_file(tensors, shard)
+        else:
+            # Same names, types and sizes in every header; only one file is from elsewhere.
+            rng = np.random.default_rng(1)
+            save_file({n: rng.permuted(t, axis=None) for n, t in tensors.items()}, shard)
+            assert shard.stat().st_size == len(raw)
+        found = [open_checkpoint(folder) for folder in (path, copy)]
+        assert found[0].fingerprint != found[1].fingerprint
+        for checkpoint in found:
+            checkpoint.close()
+
+    def test_fingerprint_reads_a_kilobyte_a_tensor_and_no_dates(self, tiny_folder, tmp_path, monkeypatch):
+        path, tensors = tiny_folder(shards=2)
+        copy = tmp_path / "copy"
+        shutil.copytree(path, copy)
+        for file in copy.iterdir():
+            os.utime(file, (1, 1))
+        checkpoint, same = open_checkpoint(path), open_checkpoint(copy)
+        assert checkpoint.fingerprint == same.fingerprint
+        same.close()
+        checkpoint.close()
+        read = []
+        whole = Folder.read
+        monkeypatch.setattr(Folder, "read", lambda folder, *where: read.append(where) or whole(folder, *where))
+        again = open_checkpoint(path)
+        assert read == []
+        assert again.fingerprint == checkpoint.fingerprint
+        again.close()
+        assert sorted(name for name, _, _ in read) == sorted(tensors)
+        assert all(nbytes <= 1024 for _, _, nbytes in read)
+        assert sum(t.nbytes for t in tensors.values()) > 3 * sum(nbytes for _, _, nbytes in read)
 
 
 class TestHead:
