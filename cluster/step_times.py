@@ -56,8 +56,8 @@ class StepTimes:
         self.rows += rows
 
     def drop(self) -> None:
-        """Those that run came to nothing."""
-        while self._open:
+        """The oldest one, if any runs, came to nothing."""
+        if self._open:
             self._end_oldest()
 
     def _end_oldest(self) -> None:

@@ -160,7 +160,10 @@ class StageWorker:
         while self._begun:
             with suppress(Exception):
                 self._begun.popleft().wait()
-        self._times.drop()
+            self._times.drop()
+        # Steps that could not be begun, whose frames nobody has made.
+        while self._times.running is not None:
+            self._times.drop()
 
     def _finish(self, begun: BegunFrame) -> Frame:
         error = begun.error
