@@ -283,6 +283,10 @@ class Stream:
                 _, to, content = self.landing.pop(0)
                 ctypes.memmove(to, content, len(content))
 
+    @property
+    def done(self):
+        return not self.copies and not self.landing
+
     def synchronize(self):
         self.synchronised += 1
         self.land(to_host=True)
@@ -310,12 +314,19 @@ class Event:
 
     def status(self):
         """cudaErrorNotReady while a copy before it has not landed."""
+        self.check_device()
         waiting = self.stream is not None and (*self.stream.copies, *self.stream.landing)
         return 600 if waiting and min(copy[0] for copy in waiting) <= self.after else 0
 
     def synchronize(self):
+        self.check_device()
         if self.stream is not None:
             self.stream.land(to_host=True, until=self.after)
+
+    def check_device(self):
+        assert self.stream is None or runtime.getDevice() == self.stream.device, (
+            "CUDA would begin to use another device"
+        )
 
 
 class Graph:

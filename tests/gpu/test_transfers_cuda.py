@@ -195,6 +195,50 @@ def test_a_result_that_nobody_waits_for_does_no_harm(backend: Any, counted: dict
     assert counted["pinned"] <= 8
 
 
+def test_memory_is_not_unpinned_below_a_copy(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    from shardline.kernels.cuda.transfers import Downloads
+
+    pinned, done = cupy.cuda.PinnedMemory, []
+
+    class Watched:
+        def __init__(self, size: int, flags: int) -> None:
+            self._memory = pinned(size, flags)
+            self.ptr = self._memory.ptr
+
+        def __del__(self) -> None:
+            done.append(stream.done)
+
+    source = backend.upload(numbers(6, 1 << 24))
+    backend.synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    monkeypatch.setattr(cupy.cuda, "PinnedMemory", Watched)
+    downloads = Downloads(stream, 0)
+    pending = downloads.later(source)
+    del pending, downloads
+    gc.collect()
+    assert done == [True]
+
+
+def test_a_thread_of_another_device_waits_and_stays_there() -> None:
+    runtime = pytest.importorskip("cupy").cuda.runtime
+    from shardline.kernels.cuda.backend import CudaBackend
+
+    if runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    backend = CudaBackend(1, None)
+    device = backend.upload(numbers(7, 5000))
+    one, other = backend.read_later(device), backend.read_later(device[:7])
+    assert runtime.getDevice() == 0
+    assert np.array_equal(one.wait(), numbers(7, 5000))
+    backend.synchronize()
+    assert other.ready
+    assert np.array_equal(other.wait(), numbers(7, 5000)[:7])
+    assert runtime.getDevice() == 0
+    backend.close()
+
+
 def test_results_on_their_way_outlive_the_backend(backend: Any) -> None:
     device = backend.upload(numbers(5, 300000))
     pending = [backend.read_later(device[: 1000 * count]) for count in (300, 1, 200, 300)]
