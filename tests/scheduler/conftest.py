@@ -171,7 +171,10 @@ class Driver:
             self.outputs[key] = []
 
     def schedule(self) -> StepPlan | None:
+        before = self.scheduler.stats().preemptions
         plan = self.scheduler.schedule()
+        if self.config.ahead and self.results:
+            assert self.scheduler.stats().preemptions == before, "somebody was preempted while a plan was in flight"
         if plan is None:
             assert self.results or not self.scheduler.has_unfinished(), "stuck: nothing in flight, nothing planned"
         else:
