@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from shardline.cluster.local_pipeline import BackendFactory
 from shardline.cluster.stage_options import check_stage_options
 from shardline.scheduler import InvalidParameterError, SamplingParams, SequenceRun, SequenceStart, StepPlan
 from shardline.stage import ModelSpec, Stage, StageSpec, backend_for, open_checkpoint
+from shardline.stage.stage import MAX_BEGUN, PendingStep
 
 WARMUP_STEPS = 3
 _MAX_ROWS = 512
@@ -191,38 +194,49 @@ class _Runner:
     def decode(self, sequences: int, context: int, steps: int) -> list[float]:
         """Seconds of each timed step."""
         self._stage.reset()
-        self._step = 0
+        self._next = 0
         for seq_id in range(sequences):
             for position in range(0, context, _MAX_ROWS):
-                self._run([(seq_id, position, min(_MAX_ROWS, context - position))])
-        times = [
-            self._run([(seq_id, position, 1) for seq_id in range(sequences)])
+                plan = self._plan([(seq_id, position, min(_MAX_ROWS, context - position))])
+                self._stage.run(plan, self._hidden(plan.num_tokens))
+        # Made before, so that they take no time of the steps.
+        plans = [
+            self._plan([(seq_id, position, 1) for seq_id in range(sequences)])
             for position in range(context, context + WARMUP_STEPS + steps)
         ]
-        return times[WARMUP_STEPS:]
+        return self._run_all(plans, self._hidden(sequences))[-steps:]
 
-    def _run(self, rows: Sequence[tuple[int, int, int]]) -> float:
-        """One step of (sequence, position, tokens) rows; its seconds. A sequence's blocks come with its first run."""
+    def _run_all(self, plans: Sequence[StepPlan], hidden: NDArray[np.float32] | None) -> list[float]:
+        """Seconds from each step's end to the next one's, begun before that end: as in a pipeline that is full."""
+        begun: deque[PendingStep] = deque()
+        ends = []
+        for plan in plans:
+            begun.append(self._stage.begin(plan, hidden))
+            while len(begun) == MAX_BEGUN or (begun and plan is plans[-1]):
+                begun.popleft().wait()
+                ends.append(time.perf_counter())
+        return [after - before for before, after in pairwise(ends)]
+
+    def _plan(self, rows: Sequence[tuple[int, int, int]]) -> StepPlan:
+        """One step of (sequence, position, tokens) rows. A sequence's blocks come with its first run."""
         params = SamplingParams(ignore_eos=True, seed=0)
-        starts, runs, total = [], [], 0
+        starts, runs = [], []
         for seq_id, position, count in rows:
             new: tuple[int, ...] = ()
             if position == 0:
                 starts.append(SequenceStart(seq_id, params, 1, (0,), ()))
                 new = tuple(range(seq_id * self._blocks, (seq_id + 1) * self._blocks))
             runs.append(SequenceRun(seq_id, position, self._tokens(count), new, samples=count == 1))
-            total += count
-        plan = StepPlan(self._step, (), tuple(starts), tuple(runs))
-        self._step += 1
-        hidden = None if self._stage.spec.has_embed else self._hidden(total)
-        began = time.perf_counter()
-        self._stage.run(plan, hidden)
-        return time.perf_counter() - began
+        plan = StepPlan(self._next, (), tuple(starts), tuple(runs))
+        self._next += 1
+        return plan
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(map(int, self._draw.integers(self._shape.vocab_size, size=count)))
 
-    def _hidden(self, rows: int) -> NDArray[np.float32]:
+    def _hidden(self, rows: int) -> NDArray[np.float32] | None:
+        if self._stage.spec.has_embed:
+            return None
         return self._draw.standard_normal((rows, self._shape.hidden_size), np.float32)
 
 

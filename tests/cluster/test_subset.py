@@ -52,13 +52,13 @@ def test_the_ends_bring_embedding_and_head(smollm2: Path, first: int, end: int, 
 
 def test_steps_are_batched_decode_at_the_context(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[list[tuple[int, int, int]], Any]] = []
-    run = Stage.run
+    begin = Stage.begin
 
     def watched(self: Stage, plan: Any, hidden: Any) -> Any:
         seen.append(([(r.seq_id, r.position, len(r.token_ids)) for r in plan.runs], hidden))
-        return run(self, plan, hidden)
+        return begin(self, plan, hidden)
 
-    monkeypatch.setattr(Stage, "run", watched)
+    monkeypatch.setattr(Stage, "begin", watched)
     measure_subset(smollm2, 3, 5, batches=(3,), context=600, steps=2, threads=2)
     # Each sequence computes a context of its own, in pieces; then all decode together, one position further a step.
     assert [rows for rows, _ in seen] == [
