@@ -1,8 +1,8 @@
 """The bit contract, checked on the user's own machine and model.
 
 A case (see `verify_cases`) is one way to run a batch. In every case each sequence must have the tokens and the bytes of
-the logprobs that it has when it runs alone, in one stage. A case that did not do what it is for (no preemption, no
-prefix found) counts as failed too: it would prove nothing.
+the logprobs that it has when it runs alone, in one stage, with one plan at a time. A case that did not do what it is
+for (no preemption, no prefix found, no plan made ahead) counts as failed too: it would prove nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 from shardline.cluster.checking.verify_cases import Case
 from shardline.cluster.checking.verify_result import CaseResult, first_difference
+from shardline.cluster.checking.verify_run import Played, Rehearsal, play
 from shardline.cluster.local_pipeline import BackendFactory, LocalPipeline, stage_specs
 from shardline.cluster.pipeline import Pipeline
 from shardline.cluster.stage_options import check_stage_options
@@ -29,8 +29,6 @@ from shardline.scheduler import (
     SamplingParams,
     Scheduler,
     SchedulerConfig,
-    StepPlan,
-    StepResult,
 )
 from shardline.stage import ModelSpec, StageSpec, backend_for, open_checkpoint
 
@@ -98,19 +96,21 @@ class Verifier:
         began = time.perf_counter()
         prompts = self._prompts(case)
         expected = [self._reference(prompt) for prompt in prompts]
-        got, preemptions, hits = self._batch(case, prompts)
+        got, played = self._batch(case, prompts)
         differing, first = 0, None
         for index, (reference, tokens) in enumerate(zip(expected, got, strict=True)):
             difference = first_difference(index, reference, tokens)
             differing += difference is not None
             first = first or difference
         missed = ""
-        if case.preempted and not preemptions:
+        if case.preempted and not played.preemptions:
             missed = "no sequence was preempted"
-        elif case.warm and not hits:
+        elif case.warm and not played.prefix_hit_tokens:
             missed = "no prefix was found in the cache"
-        elif not case.warm and hits:
+        elif not case.warm and played.prefix_hit_tokens:
             missed = "a prefix was found in a cache that is off"
+        elif case.ahead != bool(played.plans_ahead):
+            missed = f"{played.plans_ahead} plans were made ahead"
         return CaseResult(
             case=case,
             sequences=len(prompts),
@@ -118,8 +118,9 @@ class Verifier:
             differing=differing,
             first=first,
             missed=missed,
-            preemptions=preemptions,
-            prefix_hit_tokens=hits,
+            preemptions=played.preemptions,
+            prefix_hit_tokens=played.prefix_hit_tokens,
+            plans_ahead=played.plans_ahead,
             seconds=time.perf_counter() - began,
         )
 
@@ -167,9 +168,9 @@ class Verifier:
     # -- what runs ---------------------------------------------------------------------------------------------------
 
     def _prompts(self, case: Case) -> list[_Prompt]:
-        return [self._prompt(index, case.seeded) for index in range(case.batch)]
+        return [self._prompt(index, case) for index in range(case.batch)]
 
-    def _prompt(self, index: int, seeded: bool) -> _Prompt:
+    def _prompt(self, index: int, case: Case) -> _Prompt:
         """The batch's prompt of that number.
 
         It ends one to three tokens before a block of 16 does, every fourth before one of 64, so that a full pool runs
@@ -179,21 +180,23 @@ class Verifier:
         length, common = {0: (128, 64), 4: (64, 32)}.get(index % 8, (16 * (1 + index % 2), 8 * (1 + index % 2)))
         draw = random.Random(index)
         own = (draw.randrange(self.model.vocab_size) for _ in range(length - 3 + index % 3 - common))
-        return _Prompt(self._common[:common] + tuple(own), self._params(index, seeded))
+        return _Prompt(self._common[:common] + tuple(own), self._params(index, case))
 
-    def _params(self, index: int, seeded: bool) -> SamplingParams:
+    def _params(self, index: int, case: Case) -> SamplingParams:
         common: dict[str, Any] = {
             "max_tokens": self._new_tokens,
             "ignore_eos": True,
             "logprobs": 2,
             "seed": 1000 + index,
         }
-        if not seeded:
+        if not case.seeded:
             return SamplingParams(**common)
+        # Who has penalties waits for its tokens, and lets the whole batch wait with it.
+        penalties = {} if case.ahead else {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
         ways: list[dict[str, Any]] = [
             {"temperature": 1.0},
             {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
-            {"temperature": 1.2, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+            {"temperature": 1.2, **penalties},
             {"temperature": 0.7, "min_p": 0.02, "logit_bias": ((7, 2.0), (11, -3.0))},
         ]
         return SamplingParams(**common, **ways[index % len(ways)])
@@ -215,23 +218,20 @@ class Verifier:
                 prefix_cache=False,
             )
             request = NewRequest("0", prompt.token_ids, prompt.params)
-            tokens = self._wait(_drain(self._alone, scheduler, [request]))
-            self._references[prompt] = tuple(tokens["0"])
+            self._references[prompt] = tuple(self._wait(play(self._alone, scheduler, [request])).tokens["0"])
         return self._references[prompt]
 
-    def _batch(self, case: Case, prompts: Sequence[_Prompt]) -> tuple[list[list[SampledToken]], int, int]:
-        """The tokens of each sequence, how often any was preempted, and prompt tokens found in the cache."""
+    def _batch(self, case: Case, prompts: Sequence[_Prompt]) -> tuple[list[list[SampledToken]], Played]:
+        """The tokens of each sequence, and what came of all."""
         pipeline = self._pipeline_of(case.split, case.block_size)
         # One sequence alone is never preempted: it needs an older one that takes its blocks.
         rivals = [self._rival(case, prompts[0])] if case.preempted and case.batch == 1 else []
         running = rivals + list(prompts)
         num_blocks = self._few_blocks(case, running) if case.preempted else pipeline.specs[0].num_blocks
-        tokens, preemptions, hits = self._play(pipeline, case, running, num_blocks)
-        return tokens[len(rivals) :], preemptions, hits
+        played = self._play(pipeline, case, running, num_blocks)
+        return [played.tokens[str(index)] for index in range(len(rivals), len(running))], played
 
-    def _play(
-        self, pipeline: Pipeline | _Rehearsal, case: Case, running: Sequence[_Prompt], num_blocks: int
-    ) -> tuple[list[list[SampledToken]], int, int]:
+    def _play(self, pipeline: Pipeline | Rehearsal, case: Case, running: Sequence[_Prompt], num_blocks: int) -> Played:
         scheduler = self._scheduler(
             case.block_size,
             prefill_chunk=case.prefill_chunk,
@@ -239,24 +239,18 @@ class Verifier:
             max_sequences=len(running),
             num_blocks=num_blocks,
             prefix_cache=case.warm,
+            ahead=case.ahead,
         )
         if case.warm:
             params = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
             warming = [
                 NewRequest(f"warm {index}", prompt.token_ids, params) for index, prompt in enumerate(running[:2])
             ]
-            self._wait(_drain(pipeline, scheduler, warming))
-        before = scheduler.stats()
+            self._wait(play(pipeline, scheduler, warming))
         requests = [NewRequest(str(index), prompt.token_ids, prompt.params) for index, prompt in enumerate(running)]
         # Blocks are taken from newer sequences: let these come when the oldest is about to need one.
         at_once = 1 if case.preempted else len(requests)
-        tokens = self._wait(_drain(pipeline, scheduler, requests[:at_once], later=requests[at_once:]))
-        after = scheduler.stats()
-        return (
-            [tokens[request.request_id] for request in requests],
-            after.preemptions - before.preemptions,
-            after.prefix_hit_tokens - before.prefix_hit_tokens,
-        )
+        return self._wait(play(pipeline, scheduler, requests[:at_once], later=requests[at_once:]))
 
     def _few_blocks(self, case: Case, running: Sequence[_Prompt]) -> int:
         """A pool in which sequences get preempted: the largest tried in which a quarter of them, at least one, do.
@@ -268,7 +262,7 @@ class Verifier:
         least, most = max(needs), sum(needs)
         best = least, 0
         for num_blocks in sorted({least + (most - least) * part // 24 for part in range(24)}, reverse=True):
-            _, preemptions, _ = self._play(_Rehearsal(), case, running, num_blocks)
+            preemptions = self._play(Rehearsal(), case, running, num_blocks).preemptions
             if preemptions > best[1]:
                 best = num_blocks, preemptions
             if best[1] >= max(1, len(running) // 4):
@@ -342,6 +336,7 @@ class Verifier:
         max_sequences: int,
         num_blocks: int,
         prefix_cache: bool,
+        ahead: bool = False,
     ) -> Scheduler:
         return Scheduler(
             SchedulerConfig(
@@ -354,50 +349,10 @@ class Verifier:
                 max_sequences=max_sequences,
                 prefix_cache=prefix_cache,
                 vocab_size=self.model.vocab_size,
+                ahead=ahead,
             )
         )
 
 
 _LONGEST_PROMPT = 127
 _STEP_TOKENS = 512
-
-
-class _Rehearsal:
-    """A pipeline that computes nothing, for the scheduler's own part of a case."""
-
-    def __init__(self) -> None:
-        self._plans: deque[StepPlan] = deque()
-
-    async def submit(self, plan: StepPlan) -> None:
-        self._plans.append(plan)
-
-    async def result(self) -> StepResult:
-        plan = self._plans.popleft()
-        return StepResult(plan.step_id, tuple(SampledToken(run.seq_id, 0) for run in plan.runs if run.samples))
-
-
-async def _drain(
-    pipeline: Pipeline | _Rehearsal,
-    scheduler: Scheduler,
-    requests: Sequence[NewRequest],
-    later: Sequence[NewRequest] = (),
-) -> dict[str, list[SampledToken]]:
-    """The engine's loop without its text: every request's tokens. `later` come with the first token of the others."""
-    for request in requests:
-        scheduler.add(request)
-    waiting = deque(later)
-    tokens: dict[str, list[SampledToken]] = {}
-    in_flight = 0
-    while scheduler.has_unfinished():
-        while (plan := scheduler.schedule()) is not None:
-            await pipeline.submit(plan)
-            in_flight += 1
-        assert in_flight, "the scheduler has work and plans nothing"
-        result = await pipeline.result()
-        in_flight -= 1
-        for update in scheduler.update(result):
-            tokens.setdefault(update.request_id, []).append(update.token)
-        while tokens and waiting:
-            scheduler.add(waiting.popleft())
-    scheduler.check_integrity()
-    return tokens

@@ -18,9 +18,9 @@ class Case:
         block_size: Tokens a block.
         prefill_chunk: The most prompt tokens of a sequence in a step; None for whole prompts.
         batch: Sequences at once.
-        warm: Prompts' prefixes are in the cache.
+        warm: Prompts' prefixes are in the cache. With one stage the plans are also made one step ahead then.
         preempted: The pool is so small that sequences are preempted and recomputed.
-        seeded: Sampled with penalties and filters; otherwise greedy.
+        seeded: Sampled with penalties (not where plans are made ahead) and filters; otherwise greedy.
     """
 
     split: tuple[int, ...]
@@ -30,6 +30,11 @@ class Case:
     warm: bool
     preempted: bool
     seeded: bool
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a sequence's next token is planned while the one before is being sampled: see `SchedulerConfig`."""
+        return len(self.split) == 1 and self.warm
 
 
 @dataclass(frozen=True, slots=True)

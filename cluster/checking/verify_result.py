@@ -47,6 +47,7 @@ class CaseResult:
         first: The first difference.
         missed: What the case should have done and did not; empty when it did.
         preemptions, prefix_hit_tokens: How often sequences were preempted, and prompt tokens found in the cache.
+        plans_ahead: Plans with a token that was being sampled when they were made.
         seconds: It took.
     """
 
@@ -58,6 +59,7 @@ class CaseResult:
     missed: str
     preemptions: int
     prefix_hit_tokens: int
+    plans_ahead: int
     seconds: float
 
     @property

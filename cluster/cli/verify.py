@@ -122,7 +122,9 @@ def _print(results: Sequence[CaseResult]) -> None:
     console = stdout()
     shown = [result for result in results if not result.passed] if len(results) > MANY else results
     if shown:
-        made = table(("split", "sampling", "prefix", "block", "chunk", "batch", "preempted", "tokens", "equal"), left=3)
+        made = table(
+            ("split", "sampling", "prefix", "block", "chunk", "batch", "preempted", "ahead", "tokens", "equal"), left=3
+        )
         for result in shown:
             made.add_row(*_row(result))
         console.print(made)
@@ -133,11 +135,12 @@ def _print(results: Sequence[CaseResult]) -> None:
     tokens = sum(result.tokens for result in results)
     preemptions = sum(result.preemptions for result in results)
     hits = sum(result.prefix_hit_tokens for result in results)
+    ahead = sum(result.plans_ahead for result in results)
     failed = sum(not result.passed for result in results)
     verdict = f"{failed} of {len(results)} cases FAILED" if failed else f"all {len(results)} cases equal, byte for byte"
     console.print(
         f"{verdict}: {sum(result.sequences for result in results)} sequences, {tokens} tokens with logprobs compared, "
-        f"{preemptions} preemptions, {hits} prompt tokens from the prefix cache, "
+        f"{preemptions} preemptions, {hits} prompt tokens from the prefix cache, {ahead} plans made a step ahead, "
         f"{sum(result.seconds for result in results):.0f} s",
         style="red" if failed else "green",
     )
@@ -153,6 +156,7 @@ def _row(result: CaseResult) -> list[str]:
         "whole" if case.prefill_chunk is None else str(case.prefill_chunk),
         str(case.batch),
         f"{result.preemptions} times" if case.preempted else "no",
+        f"{result.plans_ahead} plans" if case.ahead else "no",
         str(result.tokens),
         "yes" if result.passed else "NO",
     ]
@@ -160,6 +164,7 @@ def _row(result: CaseResult) -> list[str]:
 
 def _name(case: Case) -> str:
     ways = ["seeded" if case.seeded else "greedy", "warm" if case.warm else "cold"] + ["preempted"] * case.preempted
+    ways += ["a step ahead"] * case.ahead
     chunk = "whole prompts" if case.prefill_chunk is None else f"chunks of {case.prefill_chunk}"
     split = "+".join(map(str, case.split))
     return f"split {split}, blocks of {case.block_size}, {chunk}, batch {case.batch}, {', '.join(ways)}"

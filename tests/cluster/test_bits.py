@@ -115,6 +115,16 @@ def noise_by_row(backend: Any, spec: StageSpec) -> None:
     backend.sample_later = faulty
 
 
+def misplaced_token(backend: Any, spec: StageSpec) -> None:
+    """Where the next step finds the tokens that were chosen, two sequences have each other's."""
+    sample_later = backend.sample_later
+
+    def faulty(logits: Any, batch: Any, last_tokens: Any, places: Any) -> Any:
+        return sample_later(logits, batch, last_tokens, np.roll(places, 1))
+
+    backend.sample_later = faulty
+
+
 def stale_block(backend: Any, spec: StageSpec) -> None:
     """A position that is written one place too early when it is the last of its block and runs alone."""
     write = backend.rope_kv_write
@@ -149,6 +159,7 @@ FAULTS: list[tuple[Callable[[Any, StageSpec], None], dict[str, Any]]] = [
     (row_dependent_product, {"batch": 17, "seeded": True}),
     (rounded_border, {"split": (1, 29)}),
     (noise_by_row, {"seeded": True}),
+    (misplaced_token, {"warm": True}),
     (stale_block, {"block_size": 8, "prefill_chunk": 7}),
     (scale_of_a_chunk, {"prefill_chunk": 7}),
 ]

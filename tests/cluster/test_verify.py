@@ -141,6 +141,7 @@ def test_equal_batches_pass(smollm2: Path, capsys: pytest.CaptureFixture[str]) -
     for case in document["cases"]:
         assert (case["preemptions"] > 0) >= case["case"]["preempted"]
         assert (case["prefix_hit_tokens"] > 0) == case["case"]["warm"]
+        assert (case["plans_ahead"] > 0) == case["case"]["warm"], "one stage runs a step ahead in half of the cases"
         assert case["tokens"] == 5 * 5
 
 
@@ -173,6 +174,18 @@ def test_a_case_that_does_not_do_its_work_fails(smollm2: Path, monkeypatch: pyte
         assert result.first is None
         assert not result.passed
         assert result.missed == "no sequence was preempted"
+
+
+def test_a_case_in_which_every_plan_waits_proves_nothing_of_plans_ahead(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Verifier(smollm2, max_batch=2) as verifier:
+        make = verifier._scheduler
+        monkeypatch.setattr(verifier, "_scheduler", lambda *sizes, **given: make(*sizes, **given | {"ahead": False}))
+        result = verifier.run(replace(CASE, batch=2, warm=True))
+        assert result.first is None
+        assert not result.passed
+        assert result.missed == "0 plans were made ahead"
 
 
 @dataclass(frozen=True)
