@@ -187,6 +187,7 @@ def main() -> None:
     given = parser.parse_args()
     model = resolve(given.model)
     report = record.machine(None, "benchmarks.quality")
+    report["command"] = report["command"].replace(str(given.text), given.text.name)
     files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
     report["weights"] = {path.name: hash_file(path).sha256 for path in files}
     report["text"] = {"name": given.text.name, "sha256": hash_file(given.text).sha256}
