@@ -226,6 +226,8 @@ class LocalPipeline:
                 hidden = self._run(index, plan, hidden)
             self._wait_for_room()
             self._raise_if_lost()
+            if self._closed:
+                raise StageLostError(None, f"the pipeline was closed before step {plan.step_id} was begun")
             self._run_last(plan, hidden, result)
         except BaseException as error:
             result.set_exception(error)
@@ -265,13 +267,8 @@ class LocalPipeline:
         while self._begun and (len(self._begun) == MAX_BEGUN or self._begun[0].done()):
             self._begun.popleft().result()
 
-    def _wait_for_begun(self) -> None:
-        """Until no step runs on any device."""
-        wait(self._begun)
-        self._begun.clear()
-
     def _reset(self) -> None:
-        self._wait_for_begun()
+        self._close_dead()
         self._load_missing()
         for slot in self._slots:
             assert slot is not None
@@ -279,7 +276,9 @@ class LocalPipeline:
         self._lost = None
 
     def _close_dead(self) -> None:
-        self._wait_for_begun()
+        """When no step runs on any device any more."""
+        wait(self._begun)
+        self._begun.clear()
         while self._dead:
             self._dead.popleft().stage.close()
 
