@@ -134,8 +134,8 @@ class Scheduler:
                 self._end(sequence)
             elif sequence.lag == 1:
                 self._ready[sequence.seq_id] = sequence
-            else:
-                # It was ahead: only now is it known what the block keeps that this token may fill.
+            elif sequence.num_computed % self.config.block_size == 0:
+                # It was ahead: only now is it known what the block keeps that this token fills.
                 self._prefixes.publish(sequence, sequence.num_computed - 1)
         return updates
 
