@@ -83,6 +83,8 @@ class Device:
         self.at_once = False
 
     def __call__(self, spec: StageSpec) -> Backend:
+        if self.waiting:
+            self.wrong.append("a stage is loaded while a step runs")
         backend: Any = backend_for(spec)
         sample_later, close = backend.sample_later, backend.close
 
@@ -290,7 +292,10 @@ def test_a_recovery_waits_for_steps_that_were_begun(checkpoint: Checkpoint, alon
         first = await device.step(0)
         await pipeline.submit(chunk(1, 5, 3))
         recovering = asyncio.create_task(pipeline.recover())
-        await asyncio.sleep(0.01)
+        while pipeline._slots[0] is not None:
+            await asyncio.sleep(0.001)
+        # Long enough to be seen by `Device` if it did not wait.
+        await asyncio.sleep(0.05)
         assert not recovering.done()
         first.go.set()
         await recovering
