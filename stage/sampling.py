@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -132,10 +133,14 @@ def _joined(parts: list[NDArray[Any]]) -> NDArray[np.int32]:
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
+_NEW_TOKEN = functools.partial(tuple.__new__, SampledToken)
+"""As `SampledToken._make`, in a third of the time: hundreds are made a step."""
+
+
 def sampled_tokens(seq_ids: Sequence[int], asked: NDArray[np.int32], output: SampleOutput) -> tuple[SampledToken, ...]:
     """The op's results as messages, one a row; `asked` is `SamplingBatch.logprobs`."""
     token_ids = output.token_ids.tolist()
-    tokens = list(map(SampledToken, seq_ids, token_ids))
+    tokens = list(map(_NEW_TOKEN, zip(seq_ids, token_ids, repeat(None), repeat(()))))
     for row in np.flatnonzero(asked >= 0).tolist():
         top_ids = output.top_ids[row, : asked[row]].tolist()
         top_logprobs = output.top_logprobs[row, : asked[row]].tolist()

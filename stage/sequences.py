@@ -17,6 +17,7 @@ from shardline.scheduler.plan import AHEAD, SequenceStart, StepPlan
 from shardline.stage.decoder import StepRows
 from shardline.stage.errors import PlanError
 from shardline.stage.sampling import SamplingTable
+from shardline.stage.spec import table_rows
 
 _NOT_RUN = -1
 
@@ -93,8 +94,7 @@ class SequenceTable:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        # Twice as many as sequences: those that a plan starts have free rows though it forgets others.
-        self._num_rows = 2 * limits.max_sequences
+        self._num_rows = table_rows(limits.max_sequences)
         self._tables = np.zeros((self._num_rows, limits.max_blocks), np.int32)
         self._num_blocks = np.zeros(self._num_rows, np.int64)
         # Where its next run begins; _NOT_RUN before its first, which may begin behind a cached prefix.

@@ -137,7 +137,7 @@ class Stage:
             step: PendingStep
             if not self.spec.has_head:
                 step = _BegunStep(self._decoder.hidden(plan.num_tokens), _hidden_output, self._count_waited)
-            elif any(run.samples for run in plan.runs):
+            elif checked.samples.any():
                 step = self._sample(plan, checked)
             else:
                 nothing = StepOutput(None, StepResult(plan.step_id, ()))
@@ -196,7 +196,7 @@ class Stage:
     def _sample(self, plan: StepPlan, checked: CheckedPlan) -> PendingStep:
         table = self._sequences.sampling
         assert table is not None, "only the last stage samples"
-        samples = np.array([run.samples for run in plan.runs])
+        samples = checked.samples
         rows = checked.rows[samples]
         batch = table.batch(rows, checked.ends[samples])
         last_rows = np.cumsum(checked.counts)[samples] - 1
