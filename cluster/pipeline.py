@@ -19,7 +19,7 @@ class StageStats:
         pid: Its process.
         resident_bytes: Weights and KV pool on its device.
         steps, rows: Steps run and rows in them.
-        busy_seconds: Time inside `Stage.run`.
+        busy_seconds: Time in which a step was begun and not finished; steps that overlap count once.
         wall_seconds: Time since its first step.
         send_seconds, receive_seconds: Time its data threads spent moving frames (not waiting for them).
         numeric_class: Stages of one class compute the same bits; see `Backend.numeric_class`.
