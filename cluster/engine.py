@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,9 @@ PROBE = NewRequest("", (0,), SamplingParams(max_tokens=1, ignore_eos=True, seed=
 
 MOST_RETRY_SECONDS = 60.0
 """The longest wait between two tries to bring a stage back."""
+
+DELIVERED_AT_ONCE = 16
+"""Tokens whose text is made before the event loop looks for a result again: a stage may wait for its next plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,9 @@ class Engine:
     """Serves requests on a pipeline. Belongs to one event loop; see the module `shardline.cluster.client` for the door.
 
     A step reads: fill the pipeline first (`schedule`, `submit`), take a result second (`result`, `update`), then make
-    its text. Text work happens while the stages already run the next step; a stop string therefore may be found when
-    one more token of its sequence is on its way, and that token is ignored.
+    its text. Text work happens while the stages already run the next step, and a few tokens at a time, so that the next
+    result does not wait for it; a stop string therefore may be found when one more token of its sequence is on its way,
+    and that token is ignored.
     """
 
     def __init__(
@@ -101,6 +106,9 @@ class Engine:
         self._scheduler = Scheduler(scheduler)
         self._config = config or EngineConfig()
         self._live: dict[str, LiveRequest] = {}
+        # What the scheduler has counted and no stream has had yet, and whose it is: by the time that it is delivered
+        # another request may have its id.
+        self._owed: deque[tuple[LiveRequest, SequenceUpdate]] = deque()
         self._state = "new"
         self._dead: EngineDeadError | None = None
         self._wake = asyncio.Event()
@@ -242,6 +250,10 @@ class Engine:
         live = self._live.get(request_id)
         if live is None or (inbox is not None and live.inbox is not inbox):
             return
+        # It may have tokens that came before this call, its last one among them.
+        self._deliver_owed()
+        if self._live.get(request_id) is not live:
+            return
         self._scheduler.abort(request_id)
         for index in live.running:
             live.inbox.put(live.abort(index))
@@ -276,23 +288,35 @@ class Engine:
             await self._die(EngineDeadError(f"the engine's loop failed: {words}"))
 
     async def _step(self) -> None:
-        updates = self._collect()
         try:
+            overdue = self._collect()
             while (plan := self._scheduler.schedule()) is not None:
                 await self._pipeline.submit(plan)
-        finally:
+        except BaseException:
             # Tokens that the scheduler has counted must reach their streams, also when the pipeline broke just now.
-            self._tokens.count(sum(self._deliver(update) for update in updates))
+            self._deliver_owed()
+            raise
+        self._deliver_owed(max(DELIVERED_AT_ONCE, overdue))
+        if self._owed:
+            # Not at once: what came in the meantime goes first.
+            asyncio.get_running_loop().call_soon(self._wake.set)
 
-    def _collect(self) -> list[SequenceUpdate]:
+    def _collect(self) -> int:
+        """Take a result, if there is one. Returns how many tokens have been owed since the one before: where steps are
+        shorter than the making of their text they wait for it, or what is owed would only grow."""
         task = self._pending_result
         if task is None or not task.done():
-            return []
+            return 0
         self._pending_result = None
         result = task.result()
         self._losses_in_a_row = 0
         self._expect_result()
-        return self._scheduler.update(result)
+        overdue = len(self._owed)
+        for update in self._scheduler.update(result):
+            # Whoever was cancelled while this token was on its way is not there any more.
+            if (live := self._live.get(update.request_id)) is not None:
+                self._owed.append((live, update))
+        return overdue
 
     def _expect_result(self) -> None:
         # Also when nothing is in flight: a stage that is lost then is brought back before anyone asks for it.
@@ -367,11 +391,15 @@ class Engine:
 
     # -- deltas ------------------------------------------------------------------------------------------------------
 
-    def _deliver(self, update: SequenceUpdate) -> bool:
+    def _deliver_owed(self, at_most: int | None = None) -> None:
+        """Give tokens that are owed to their streams, in order."""
+        count = len(self._owed) if at_most is None else min(at_most, len(self._owed))
+        self._tokens.count(sum(self._deliver(*self._owed.popleft()) for _ in range(count)))
+
+    def _deliver(self, live: LiveRequest, update: SequenceUpdate) -> bool:
         """Give a token to its stream; False when nobody waits for it any more."""
-        live = self._live.get(update.request_id)
-        if live is None or not live.runs(update.index):
-            # Cancelled, or ended by a stop string, while this token was on its way.
+        if self._live.get(live.request_id) is not live or not live.runs(update.index):
+            # Ended by a stop string, or by an error, while this token was on its way.
             return False
         try:
             delta = live.advance(update)

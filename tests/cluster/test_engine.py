@@ -23,6 +23,7 @@ from shardline.cluster import (
 )
 from shardline.cluster.engine import EngineConfig
 from shardline.cluster.inbox import Failure, Inbox, merge
+from shardline.cluster.live_request import LiveRequest
 from shardline.cluster.text.model_text import ModelText
 from shardline.cluster.text.tokenizer import Tokenizer
 from shardline.scheduler import (
@@ -736,6 +737,87 @@ def test_a_deadly_request_of_several_sequences_ends_with_all_of_them(rig: Callab
             with pytest.raises(DeadlyRequestError, match=r"request 'mine' was ended"):
                 await r.run(replace(ask(5, 6, n=3), request_id="mine"))
             assert (await beside).token_ids == expected(ask(6, 6))
+
+    within(work())
+
+
+def test_a_plan_does_not_wait_for_all_the_text_of_a_result(rig: Callable[..., Rig]) -> None:
+    async def work() -> None:
+        async with rig(depth=2, max_sequences=80, max_step_tokens=80, num_blocks=200) as r:
+            owed: list[int] = []
+            submit = r.pipeline.submit
+
+            async def watched(plan: Any) -> None:
+                owed.append(len(r.engine._owed))
+                await submit(plan)
+
+            r.pipeline.submit = watched
+            requests = [ask(place, place + 1, max_tokens=20) for place in range(80)]
+            wholes = await asyncio.gather(*(r.whole(request) for request in requests))
+            assert [whole.token_ids for whole in wholes] == [expected(request) for request in requests]
+            # Two groups of 40: one's plan goes out before the other's text is made, and nothing piles up.
+            assert max(owed) > 40
+            assert max(owed) <= 80
+
+    within(work())
+
+
+def test_a_cancelled_request_has_had_every_token_that_was_counted(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardline.cluster.engine.DELIVERED_AT_ONCE", 1)
+
+    async def work() -> None:
+        async with rig(depth=1) as r:
+            others = [asyncio.create_task(r.whole(ask(place, 9, max_tokens=30))) for place in range(6)]
+            inbox, counted = Inbox(), 0
+            request = replace(ask(5, 6, max_tokens=30), request_id="mine")
+            await r.engine.submit(request, inbox)
+            while True:
+                await asyncio.sleep(0)
+                if any(live.request_id == "mine" for live, _ in r.engine._owed):
+                    counted = len(r.engine._scheduler._requests["mine"].live[0].output)
+                    if counted >= 4:
+                        break
+            r.engine.cancel("mine")
+            got = [item for item in await inbox.take() if isinstance(item, Delta)]
+            assert merge(got).token_ids == expected(request)[:counted]
+            assert got[-1].finish_reason == "abort"
+            for place, whole in enumerate(await asyncio.gather(*others)):
+                assert whole.token_ids == expected(ask(place, 9, max_tokens=30))
+
+    within(work())
+
+
+def test_tokens_that_are_owed_to_a_failed_request_do_not_reach_the_next_of_its_name(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardline.cluster.engine.DELIVERED_AT_ONCE", 1)
+    advance = LiveRequest.advance
+
+    def failing(self: LiveRequest, update: Any) -> Delta:
+        if self.params.max_tokens == 13 and self._completion_tokens >= 4:
+            raise ValueError("no text")
+        return advance(self, update)
+
+    monkeypatch.setattr(LiveRequest, "advance", failing)
+
+    async def work() -> None:
+        async with rig(depth=1) as r:
+            first = replace(ask(5, 6, n=2, max_tokens=13), request_id="mine")
+            second = replace(ask(7, 8, 9, n=2, max_tokens=8), request_id="mine")
+            inbox, again = Inbox(), Inbox()
+            await r.engine.submit(first, inbox)
+            while not (taken := await inbox.take()) or not isinstance(taken[-1], Failure):
+                pass
+            # The token of its other sequence waits still.
+            assert [live.request_id for live, _ in r.engine._owed] == ["mine"]
+            await r.engine.submit(second, again)
+            deltas: list[Delta] = []
+            while sum(delta.finish_reason is not None for delta in deltas) < 2:
+                deltas += [item for item in await again.take() if isinstance(item, Delta)]
+            for index in range(2):
+                assert merge([delta for delta in deltas if delta.index == index]).token_ids == expected(second)
 
     within(work())
 
