@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardline.kernels.cuda.device import CudaDevice
+from shardline.kernels import CudaDevice
 
 STREAM_SHARE = 0.55
 """Of the memory's peak rate, what products stream their weights at."""
