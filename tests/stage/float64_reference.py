@@ -30,6 +30,16 @@ class Reference:
         self._max_context = max_context or self._key("context_length")
         self._count = 0
 
+    @classmethod
+    def of(cls, architecture: str, keys: dict[str, Any], tensors: dict[str, np.ndarray]) -> Reference:
+        """Of weights that lie in no GGUF file; names and keys are a GGUF file's, keys without the prefix."""
+        made = cls.__new__(cls)
+        made._architecture = architecture
+        made._keys = {f"{architecture}.{name}": value for name, value in keys.items()}
+        made._tensors = {name: values.astype(np.float64) for name, values in tensors.items()}
+        made._max_context, made._count = keys["context_length"], 0
+        return made
+
     @staticmethod
     def _weights(tensor: gguf.ReaderTensor) -> np.ndarray:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -12,18 +13,24 @@ from shardline.stage.huggingface.formats import quantize
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP = 32
+PROMPT = np.random.default_rng(3).integers(0, 101, 70).tolist()
 
 
 class Integers:
-    """Random 4-bit integers, zeros and scales of a matrix [N, K]; `weights` is what they mean."""
+    """Random 4-bit integers, zeros and scales of a matrix [N, K]; `weights` is what they mean.
 
-    def __init__(self, n: int, k: int, seed: int) -> None:
+    in_order: Channel i is in group i // 32; else in any.
+    """
+
+    def __init__(self, n: int, k: int, seed: int, *, in_order: bool = True) -> None:
         rng = np.random.default_rng(seed)
         self.q = rng.integers(0, 16, (n, k))
         self.zeros = rng.integers(0, 16, (n, k // GROUP))
         self.scales = rng.uniform(0.01, 0.03, (n, k // GROUP)).astype(np.float16)
-        groups = np.arange(k) // GROUP
-        self.weights = self.scales[:, groups].astype(np.float32) * (self.q - self.zeros[:, groups])
+        self.groups = np.arange(k, dtype=np.int32) // GROUP
+        if not in_order:
+            rng.shuffle(self.groups)
+        self.weights = self.scales[:, self.groups].astype(np.float32) * (self.q - self.zeros[:, self.groups])
 
 
 def words(values: np.ndarray, axis: int, order=range(8)) -> np.ndarray:
@@ -36,14 +43,17 @@ def words(values: np.ndarray, axis: int, order=range(8)) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(packed, -1, axis)).view(np.int32)
 
 
-def gptq(module: str, made: Integers) -> dict[str, np.ndarray]:
-    k = made.q.shape[1]
+def gptq(module: str, made: Integers, less: int = 1) -> dict[str, np.ndarray]:
     return {
         f"{module}.qweight": words(made.q.T, 0),
-        f"{module}.qzeros": words((made.zeros.T - 1) % 16, 1),
+        f"{module}.qzeros": words((made.zeros.T - less) % 16, 1),
         f"{module}.scales": np.ascontiguousarray(made.scales.T),
-        f"{module}.g_idx": (np.arange(k) // GROUP).astype(np.int32),
+        f"{module}.g_idx": made.groups,
     }
+
+
+def gptq_v2(module: str, made: Integers) -> dict[str, np.ndarray]:
+    return gptq(module, made, less=0)
 
 
 def awq(module: str, made: Integers) -> dict[str, np.ndarray]:
@@ -63,24 +73,30 @@ def compressed(module: str, made: Integers) -> dict[str, np.ndarray]:
     }
 
 
+def compressed_reordered(module: str, made: Integers) -> dict[str, np.ndarray]:
+    return compressed(module, made) | {f"{module}.weight_g_idx": made.groups}
+
+
+def compressed_config(**weights: object) -> dict[str, object]:
+    weights |= {"num_bits": 4, "group_size": GROUP, "symmetric": False, "strategy": "group"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*layers.2.*"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 FORMATS = {
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
+    "gptq": (gptq, GPTQ),
+    "gptq, act-order": (gptq, GPTQ | {"desc_act": True}),
+    "gptq v2, act-order": (gptq_v2, GPTQ | {"desc_act": True, "checkpoint_format": "gptq_v2"}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
-    "compressed-tensors": (
-        compressed,
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*layers.2.*"],
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {"num_bits": 4, "group_size": GROUP, "symmetric": False, "strategy": "group"},
-                }
-            },
-        },
-    ),
+    "compressed-tensors": (compressed, compressed_config()),
+    "compressed-tensors, actorder": (compressed_reordered, compressed_config(actorder="group")),
 }
+REORDERED = tuple(form for form in FORMATS if "order" in form)
 
 
 class Packer:
@@ -94,6 +110,7 @@ class Packer:
         before: Callable[[dict[str, np.ndarray]], None] = lambda tensors: None,
     ) -> None:
         self.pack, self.config = FORMATS[form]
+        self.in_order = form not in REORDERED
         self.floats, self.before = floats, before
         self.made: dict[str, np.ndarray] = {}
 
@@ -107,7 +124,7 @@ class Packer:
                 and not name.endswith(self.floats)
             ):
                 values = tensors.pop(name)
-                made = Integers(*values.shape, seed=len(self.made))
+                made = Integers(*values.shape, seed=len(self.made), in_order=self.in_order)
                 self.made[name] = made.weights
                 tensors.update(self.pack(name.removesuffix(".weight"), made))
 
@@ -132,6 +149,68 @@ def opened(tiny_folder):
         checkpoint.close()
 
 
+# What the float64 reference knows them as.
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.gate.": "ffn_gate_inp.",
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+
+
+def reference_name(name: str) -> str:
+    name = re.sub(r"mlp\.experts\.(\d+)\.(\w+)_proj", r"ffn_\2.\1", name)
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+def test_logits_are_those_of_the_weights(tiny_folder, reference, stage_row, form, family):
+    """In float64, of what the packed integers mean; what is left as floats counts as the quantizer makes it."""
+    packer = Packer(form)
+    path, tensors = tiny_folder(family, edit=packer, keys={"quantization_config": packer.config})
+    meant = {name: values for name, values in tensors.items() if name.endswith((".weight", ".bias"))}
+    for name, values in meant.items():
+        if values.ndim == 2 and not name.endswith(packer.floats):
+            meant[name] = quantize([values], values.shape, 8).dequantize()
+    meant |= packer.made
+    keys = {
+        "embedding_length": 64,
+        "block_count": 3,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 16,
+        "rope.freq_base": 10000.0,
+        "context_length": 512,
+        "expert_used_count": 2,
+    }
+    # Of those that turn a head's halves, as folders have them.
+    architecture = {"llama": "qwen2", "qwen2_moe": "qwen2moe"}[family]
+    expected = reference.of(
+        architecture, keys, {reference_name(name): values.squeeze() for name, values in meant.items()}
+    ).logits(PROMPT)
+    whole, _ = (row := stage_row(path)).logits(row.plan({0: PROMPT}))
+    p, q = (values - np.log(np.exp(values).sum(-1, keepdims=True)) for values in (expected, whole.astype(np.float64)))
+    assert (np.exp(p) * (p - q)).sum(-1).max() < 1e-6
+    assert np.abs(whole - expected).max() <= 1e-4 * np.abs(expected).max()
+    for cuts in ((2,), (1, 2)):
+        row = stage_row(path, cuts)
+        assert np.array_equal(row.logits(row.plan({0: PROMPT}))[0], whole), cuts
+
+
 @pytest.mark.parametrize("form", FORMATS)
 class TestForms:
     def test_dense(self, opened, form):
@@ -141,6 +220,7 @@ class TestForms:
             for role, module in {"q": "self_attn.q", "o": "self_attn.o", "up": "mlp.up", "down": "mlp.down"}.items():
                 got = checkpoint.matrix(role, layer)
                 assert got.bits == 4
+                assert (got.input_order is None) == packer.in_order
                 assert np.array_equal(got.dequantize(), packer.made[f"model.layers.{layer}.{module}_proj.weight"])
                 assert checkpoint.matrix_bytes(role, layer) == got.nbytes
         # What was left as floats is kept at 8 bits.
