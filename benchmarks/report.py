@@ -44,8 +44,8 @@ def section(name: str, report: dict[str, Any]) -> Iterator[str]:
         f"`{report['command']}`, commit {(report['commit'] or 'unknown')[:12]}, "
         + (f"driver {driver}, " if driver else "")
         + f"{versions}; seed {options['seed']}, prompts of {options['prompt']} tokens, windows of {options['steps']} "
-        f"tokens after {options['warm']}. Medians of {options['trials']} trials with their range (five trials: a 94 % "
-        f"interval of the median). Raw figures: `benchmarks/results/{name}`."
+        f"tokens after {options['warm']}. Medians of {_counts(report['layouts'])} trials with their range (of five: a "
+        f"94 % interval of the median). Raw figures: `benchmarks/results/{name}`."
     )
     layouts = report["layouts"]
     for table in (loads, parity, rates, projections, overheads, hop_times, traffic, soaks):
@@ -53,6 +53,23 @@ def section(name: str, report: dict[str, Any]) -> Iterator[str]:
         if lines:
             yield ""
             yield from lines
+
+
+def _counts(found: Any) -> str:
+    """How many trials the figures of a report have: where its time was up some have fewer."""
+
+    def counts(part: Any) -> Iterator[int]:
+        if isinstance(part, dict):
+            if isinstance(part.get("trials"), list):
+                yield len(part["trials"])
+            for one in part.values():
+                yield from counts(one)
+        elif isinstance(part, list):
+            for one in part:
+                yield from counts(one)
+
+    seen = sorted(set(counts(found)))
+    return f"{seen[0]} to {seen[-1]}" if len(seen) > 1 else str(seen[0] if seen else 0)
 
 
 def rows_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
