@@ -20,8 +20,22 @@ pytestmark = pytest.mark.peer
 PRE = ("smollm", "qwen2", "llama-bpe", "gpt-2", "default")
 
 
+def one_of_each_block() -> Iterator[int]:
+    """Blocks begin and end at multiples of 16: an assigned character of each 16, or of larger pieces of the long blocks
+    of Han, Hangul, Tangut and private use. What is below 0x3000 is taken whole."""
+    pieces = [(0x3000, 0x3400, 16), (0x3400, 0xA000, 64), (0xA000, 0xAC00, 16), (0xAC00, 0xD700, 256)]
+    pieces += [(0xD700, 0x17000, 16), (0x17000, 0x18B00, 256), (0x18B00, 0x20000, 16), (0x20000, 0x40000, 64)]
+    pieces += [(0xE0000, 0xE0200, 16), (0xF0000, 0x110000, 4096)]
+    for first, end, size in pieces:
+        for start in range(first, end, size):
+            points = range(start, start + size)
+            assigned = [point for point in points if unicodedata.category(chr(point)) not in ("Cn", "Cs")]
+            if assigned:
+                yield assigned[start // size * 7 % len(assigned)]
+
+
 def corpus() -> list[str]:
-    """About 20,000 texts: every character of the Unicode blocks that people write in, a sample of all others, runs of
+    """More than 20,000 texts: every character of the Unicode blocks that people write in, some of every other, runs of
     whitespace, digits, look-alikes of special tokens, code, and random mixtures."""
     draw = random.Random(2)
     texts = [
@@ -44,7 +58,7 @@ def corpus() -> list[str]:
     everyday = range(1, 0x3000)
     others = range(0x3000, 0x30000, 31)
     tail = range(0xE0000, 0xE0200, 3)
-    for code_point in itertools.chain(everyday, others, tail):
+    for code_point in itertools.chain(everyday, others, tail, one_of_each_block()):
         if not 0xD800 <= code_point < 0xE000:
             character = chr(code_point)
             texts.append(f"a{character} {character}{character}1{character}")
