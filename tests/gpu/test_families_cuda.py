@@ -33,6 +33,7 @@ def module(name: str) -> ModuleType:
 
 families = module("test_family_decoders")
 tiny_models, float64_reference = module("tiny_models"), module("float64_reference")
+folders, quantized = module("huggingface/conftest"), module("huggingface/test_hf_quantized")
 TOKENS: list[int] = families.TOKENS
 
 
@@ -119,6 +120,32 @@ def row_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Row]:
     return row
 
 
+def check_near(whole: np.ndarray, wanted: np.ndarray, *, mixture: bool) -> None:
+    """Activations, keys, values and probabilities are rounded to halves: 2^-11 each, and many of them. Where two
+    experts are as good as each other a row may go to the other one, and those that attend to it feel it."""
+    error = np.abs(whole - wanted).max(axis=1) / np.abs(wanted).max()
+    assert np.median(error) <= 0.01
+    assert np.mean(error <= 0.03) >= (0.8 if mixture else 1)
+
+
+@pytest.mark.parametrize("form", quantized.FORMATS)
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+def test_folders_of_packed_integers(tmp_path_factory: pytest.TempPathFactory, form: str, family: str) -> None:
+    """GPTQ, AWQ and compressed-tensors, also where each matrix has its columns in an order of its own."""
+    packer = quantized.Packer(form)
+    make = folders.TinyFolders(tmp_path_factory.mktemp("folders"))
+    path, tensors = make(family, edit=packer, keys={"quantization_config": packer.config})
+    cache = tmp_path_factory.getbasetemp() / "folders-cubin"
+    rows = [Row(path, cache, cuts) for cuts in ((), (2,), (1, 2))]
+    whole, *others = [row.logits({0: quantized.PROMPT}) for row in rows]
+    for row in rows:
+        row.close()
+    wanted = quantized.meant_logits(float64_reference.Reference, family, packer, tensors)
+    check_near(whole, wanted, mixture=family == "qwen2_moe")
+    for other in others:
+        assert np.array_equal(other, whole)
+
+
 @pytest.mark.parametrize("name", families.CASES)
 def test_near_float64_and_the_same_bits_however_it_is_cut(row_of: Callable[..., Row], name: str) -> None:
     row = row_of(name)
@@ -126,15 +153,10 @@ def test_near_float64_and_the_same_bits_however_it_is_cut(row_of: Callable[..., 
     row.close()
     assert whole.dtype == np.float32
     wanted = float64_reference.Reference(row.path).logits(TOKENS)
-    error = np.abs(whole - wanted).max(axis=1) / np.abs(wanted).max()
-    # Activations, keys, values and probabilities are rounded to halves: 2^-11 each, and many of them. Where two experts
-    # are as good as each other a row may go to the other one, and those that attend to it feel it.
-    mixture = row.model.experts is not None
-    assert np.median(error) <= 0.01
-    assert np.mean(error <= 0.03) >= (0.8 if mixture else 1)
+    check_near(whole, wanted, mixture=row.model.experts is not None)
 
     last = row.model.num_layers - 1
-    for cuts, size, block_size in (((), 33, 8), ((1, last), 7, 32), ((), 1, 16)):
+    for cuts, size, block_size in (((1,), 33, 8), ((1, last), 7, 32), ((), 1, 16)):
         split = row_of(name, cuts, block_size=block_size)
         chunks = [TOKENS[start : start + size] for start in range(0, len(TOKENS), size)]
         got = np.concatenate([split.logits({0: chunk}) for chunk in chunks])

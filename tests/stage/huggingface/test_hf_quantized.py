@@ -175,12 +175,8 @@ def reference_name(name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
-def test_logits_are_those_of_the_weights(tiny_folder, reference, stage_row, form, family):
+def meant_logits(reference, family: str, packer: Packer, tensors: dict[str, np.ndarray]) -> np.ndarray:
     """In float64, of what the packed integers mean; what is left as floats counts as the quantizer makes it."""
-    packer = Packer(form)
-    path, tensors = tiny_folder(family, edit=packer, keys={"quantization_config": packer.config})
     meant = {name: values for name, values in tensors.items() if name.endswith((".weight", ".bias"))}
     for name, values in meant.items():
         if values.ndim == 2 and not name.endswith(packer.floats):
@@ -199,10 +195,18 @@ def test_logits_are_those_of_the_weights(tiny_folder, reference, stage_row, form
     }
     # Of those that turn a head's halves, as folders have them.
     architecture = {"llama": "qwen2", "qwen2_moe": "qwen2moe"}[family]
-    expected = reference.of(
-        architecture, keys, {reference_name(name): values.squeeze() for name, values in meant.items()}
-    ).logits(PROMPT)
-    whole, _ = (row := stage_row(path)).logits(row.plan({0: PROMPT}))
+    named = {reference_name(name): values.squeeze() for name, values in meant.items()}
+    return reference.of(architecture, keys, named).logits(PROMPT)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+def test_logits_are_those_of_the_weights(tiny_folder, reference, stage_row, form, family):
+    packer = Packer(form)
+    path, tensors = tiny_folder(family, edit=packer, keys={"quantization_config": packer.config})
+    expected = meant_logits(reference, family, packer, tensors)
+    row = stage_row(path)
+    whole, _ = row.logits(row.plan({0: PROMPT}))
     p, q = (values - np.log(np.exp(values).sum(-1, keepdims=True)) for values in (expected, whole.astype(np.float64)))
     assert (np.exp(p) * (p - q)).sum(-1).max() < 1e-6
     assert np.abs(whole - expected).max() <= 1e-4 * np.abs(expected).max()
