@@ -451,8 +451,8 @@ def cluster_devices(nodes: Sequence[NodeInfo], options: EngineOptions) -> list[D
     return devices
 
 
-def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
-    """The engine, not started yet.
+def build_engine(prepared: Prepared, *, in_process: bool = False, progress: Progress = nobody) -> Engine:
+    """The engine, not started yet. `progress` hears how far nodes are that fetch their files.
 
     Its stages are Ray actors, and Ray must be connected, where the options say so and not `in_process`. Raises
     CheckpointError.
@@ -461,7 +461,7 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
     here, path = in_process or not options.uses_ray, prepared.path
     if prepared.hub_model is not None:
         # The plan may have been made on another host.
-        path = hub.fetch_all(prepared.hub_model) if here else hub.outline(prepared.hub_model)
+        path = hub.fetch_all(prepared.hub_model, progress) if here else hub.outline(prepared.hub_model, progress)
     checkpoint = open_checkpoint(path)
     try:
         text = ModelText.from_checkpoint(checkpoint)
@@ -494,4 +494,4 @@ def build_engine(prepared: Prepared, *, in_process: bool = False) -> Engine:
     if placements is not None and any(placement.gpu for placement in placements):
         # A stage's process sees its own GPU alone, so it is the first one there.
         specs = tuple(replace(spec, device="cuda:0") for spec in specs)
-    return Engine(RayPipeline(specs, source, placements), text, scheduler)
+    return Engine(RayPipeline(specs, source, placements, tell=progress), text, scheduler)

@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,20 @@ def fetch_needed(
     _check_weights(model, folder)
     files = needed_files(folder, first_layer, end_layer, has_embed=has_embed, has_head=has_head)
     return _fetch_weights(model, folder, files, progress)
+
+
+def held_bytes(model: HubModel) -> int:
+    """Bytes on this host's disk of the repository's files, of those too that are still being fetched."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model.repo, repo_type="model") / "blobs"
+    held = 0
+    for path in blobs.glob("*"):
+        # One that is whole gets another name in the meantime.
+        with suppress(FileNotFoundError):
+            held += path.stat().st_blocks * 512
+    return held
 
 
 def outline(model: HubModel, progress: Progress | None = None) -> Path:

@@ -12,14 +12,14 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from shardline.cluster.errors import ShardlineError, StageLostError, TransportError
-from shardline.cluster.gpus import CudaFinder, GpuFinder
+from shardline.cluster.gpus import CudaFinder, GpuFinder, nobody
 from shardline.cluster.pipeline import StageStats
 from shardline.cluster.ray_runtime import StagePlacement
 from shardline.cluster.stage_actor import LOOPBACK, host_address
@@ -42,6 +42,7 @@ class RayPipeline:
         placements: Sequence[StagePlacement] | None = None,
         config: RayPipelineConfig | None = None,
         finder: GpuFinder | None = None,
+        tell: Callable[[str], None] = nobody,
     ) -> None:
         """
         Args:
@@ -50,6 +51,7 @@ class RayPipeline:
             placements: Where each stage goes; None leaves it to Ray.
             config: Limits.
             finder: How processes learn which GPU they have; None asks the driver.
+            tell: Called in the event loop with a line about how far a node is that fetches its files.
 
         Raises:
             ModelNotFoundError, CheckpointError: this host's own copy of the file is missing or cannot be used.
@@ -68,6 +70,7 @@ class RayPipeline:
             self._max_in_flight,
             lambda stage: self._diagnose(f"the process of stage {stage} died"),
             finder or CudaFinder(),
+            tell,
         )
         self._key = secrets.token_bytes(32)
         self._plan_hash = plan_hash(self._specs, self._identity)

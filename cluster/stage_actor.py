@@ -15,7 +15,7 @@ from typing import Any
 from shardline._version import __version__
 from shardline.cluster.gpus import GpuFinder, wait_until_free
 from shardline.cluster.pipeline import StageStats
-from shardline.cluster.stage_loading import LoadedStage, ModelIdentity, StageLoader, plan_hash
+from shardline.cluster.stage_loading import HubLoader, LoadedStage, ModelIdentity, StageLoader, plan_hash
 from shardline.cluster.wire.handshake import Credentials
 from shardline.cluster.wire.stage_worker import Progress, StageWorker
 from shardline.stage.errors import CheckpointError
@@ -27,7 +27,7 @@ FREE_SECONDS = 10.0
 FREE_SHARE = 0.9
 """Of a stage's limit, what is waited for: a plan uses no more, and others on the card may have grown a little."""
 CONTROL_THREADS = 4
-"""Actor threads: one sits in `sentinel`; `load` or `listen` may wait in a second while `progress` is asked."""
+"""Actor threads: one sits in `sentinel`; `load`, `fetch` or `listen` may wait while a third says how it stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,14 @@ class StageActor:
             _error_log(),
             finder.held() if finder is not None else None,
         )
+
+    def fetch(self, loader: HubLoader, spec: StageSpec) -> None:
+        """Have what the stage reads on this node's disk. Raises ModelNotFoundError, CheckpointError."""
+        loader.fetch(spec)
+
+    def held_bytes(self, loader: HubLoader) -> int:
+        """How far `fetch` is."""
+        return loader.held_bytes()
 
     def load(
         self, index: int, specs: Sequence[StageSpec], loader: StageLoader, identity: ModelIdentity, max_in_flight: int

@@ -16,7 +16,7 @@ from shardline.cluster.gpu_bundles import GpuKey, hold_gpus
 from shardline.cluster.gpus import GpuFinder
 from shardline.cluster.pipeline import StageStats
 from shardline.cluster.ray_runtime import Seat, StageBundles, StagePlacement, describe_cluster
-from shardline.cluster.stage_loading import ModelIdentity, StageLoader
+from shardline.cluster.stage_loading import HubLoader, ModelIdentity, StageLoader
 from shardline.cluster.stage_process import NoAnswerError, StageProcess
 from shardline.cluster.wire.stage_worker import Progress
 from shardline.stage import CheckpointError, StageSpec
@@ -32,7 +32,9 @@ class RayPipelineConfig:
         max_in_flight: The most plans on their way; None takes four for each stage and four more. Each stage reserves
             address space for the hidden states of that many steps, and uses memory only for those that come.
         step_seconds: The longest time without any result while plans are in flight; then a stage is taken to hang.
-        load_seconds: The longest time for a node to load its stage.
+        load_seconds: The longest time for a node to load its stage; and, where it fetches files first, however long
+            that takes, the longest time without any more of them.
+        look_seconds: How often a node that fetches is asked how far it is.
         placement_seconds: The longest time for Ray to find room for the stages.
         control_seconds: The longest time for a stage to answer a control call.
     """
@@ -40,6 +42,7 @@ class RayPipelineConfig:
     max_in_flight: int | None = None
     step_seconds: float = 180.0
     load_seconds: float = 900.0
+    look_seconds: float = 10.0
     placement_seconds: float = 60.0
     control_seconds: float = 15.0
 
@@ -61,9 +64,10 @@ class StageFleet:
         max_in_flight: int,
         on_death: Callable[[int], None],
         finder: GpuFinder,
+        tell: Callable[[str], None],
     ) -> None:
         """`on_death` is called in the event loop with the index of a stage whose process died unasked; `finder` says
-        what GPU a process has."""
+        what GPU a process has; `tell` hears how far nodes are that fetch files."""
         assert len(placements) == len(specs)
         self._specs = specs
         self._loader = loader
@@ -73,6 +77,7 @@ class StageFleet:
         self._max_in_flight = max_in_flight
         self._on_death = on_death
         self._finder = finder
+        self._tell = tell
         self._groups: list[StageBundles] = []
         # Of each stage by its index.
         self._seats: dict[int, Seat] = {}
@@ -227,6 +232,8 @@ class StageFleet:
                 )
             if info.gpu != gpu:
                 raise StageLostError(index, f"on {info.host} it has the GPU {info.gpu}, and {gpu} is planned for it")
+            if isinstance(self._loader, HubLoader):
+                await self._fetch(process, info.host, self._loader)
             found = await process.call(
                 "load",
                 index,
@@ -249,6 +256,24 @@ class StageFleet:
                 f"node {info.host} has another file at this path ({found.fingerprint}) than the engine "
                 f"({self._identity.fingerprint})",
             )
+
+    async def _fetch(self, process: StageProcess, host: str, loader: HubLoader) -> None:
+        """Have a stage's files on its node: it may take hours, but something must come. Raises as `call` does."""
+        fetching = asyncio.ensure_future(process.call("fetch", loader, self._specs[process.stage], timeout=None))
+        loop, seconds = asyncio.get_running_loop(), self._config.load_seconds
+        held, since = -1, loop.time()
+        try:
+            while not (await asyncio.wait([fetching], timeout=self._config.look_seconds))[0]:
+                now = await process.call("held_bytes", loader, timeout=seconds)
+                if now != held:
+                    held, since = now, loop.time()
+                    self._tell(f"stage {process.stage} on {host}: {held / 1e9:.1f} GB of {loader.path} are there")
+                elif loop.time() - since > seconds:
+                    process.lost = f"{process.where} has fetched nothing more of {loader.path} for {seconds:g} s"
+                    raise NoAnswerError(process.lost)
+            await fetching
+        finally:
+            fetching.cancel()
 
 
 async def all_of(awaitables: Iterable[Awaitable[T]]) -> list[T]:

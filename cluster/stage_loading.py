@@ -118,15 +118,25 @@ class HubLoader:
         model = read_config(fetch_small(self.model)).spec
         return ModelIdentity(self.model.fingerprint, model.hidden_size, model.vocab_size)
 
-    def load(self, spec: StageSpec) -> LoadedStage:
-        """See `StageLoader`. Raises ModelNotFoundError, CheckpointError."""
+    def fetch(self, spec: StageSpec) -> Path:
+        """Have the files that the stage reads on this node's disk. Raises ModelNotFoundError, CheckpointError."""
         from shardline.cluster.hub import fetch_needed
-        from shardline.stage import open_checkpoint
 
-        folder = fetch_needed(
+        return fetch_needed(
             self.model, spec.first_layer, spec.end_layer, has_embed=spec.has_embed, has_head=spec.has_head
         )
-        return load_from(open_checkpoint(folder), spec, self.model.fingerprint)
+
+    def held_bytes(self) -> int:
+        """How far `fetch` is: what this node has of the model."""
+        from shardline.cluster.hub import held_bytes
+
+        return held_bytes(self.model)
+
+    def load(self, spec: StageSpec) -> LoadedStage:
+        """See `StageLoader`. Raises ModelNotFoundError, CheckpointError."""
+        from shardline.stage import open_checkpoint
+
+        return load_from(open_checkpoint(self.fetch(spec)), spec, self.model.fingerprint)
 
 
 def load_from(checkpoint: Checkpoint, spec: StageSpec, fingerprint: str | None) -> LoadedStage:

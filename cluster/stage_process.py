@@ -62,8 +62,8 @@ class StageProcess:
         """For people."""
         return f"pid {self.info.pid} on {self.info.host}" if self.info else "its process"
 
-    async def call(self, method: str, *args: object, timeout: float) -> Any:
-        """Call the actor.
+    async def call(self, method: str, *args: object, timeout: float | None) -> Any:
+        """Call the actor; without a timeout, for as long as it lives.
 
         Raises:
             NoAnswerError: it died, or did not answer in time; `lost` then says which.

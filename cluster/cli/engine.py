@@ -37,7 +37,7 @@ def running(options: EngineOptions) -> Iterator[Client]:
     """The client of an engine that is ready; everything that was started is stopped at the end."""
     with planned(options, quiet_alone=True) as prepared:
         with waiting("loading the model"):
-            client = Client.over(lambda: build_engine(prepared))
+            client = Client.over(lambda: build_engine(prepared, progress=say))
         try:
             yield client
         finally:

@@ -40,6 +40,7 @@ class Hub:
         refs: Branch or tag -> commit.
         asked: (method, path, the Range header) of each request.
         cut: After so many bytes of a file's body the connection is closed, once a file.
+        slow: Seconds after each 8 KiB of a body of weights; None: it never goes on after the first.
         status: Answer every request with that status and error code.
         token: Without it there is no answer.
     """
@@ -49,6 +50,8 @@ class Hub:
         self.refs: dict[str, str] = {}
         self.asked: list[tuple[str, str, str | None]] = []
         self.cut: dict[str, int] = {}
+        self.slow: float | None = 0.0
+        self.closed = threading.Event()
         self.status: tuple[int, str] | None = None
         self.token: str | None = None
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -70,6 +73,7 @@ class Hub:
         return [path.split("/")[-1] for method, path, _ in self.asked if method == "GET" and "/resolve/" in path]
 
     def close(self) -> None:
+        self.closed.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -130,7 +134,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
         self.end_headers()
         cut = self.hub.cut.pop(path.name, None) if with_body else 0
-        self.wfile.write(content[start : end if cut is None else start + cut])
+        body = content[start : end if cut is None else start + cut]
+        if self.hub.slow == 0 or path.suffix != ".safetensors":
+            self.wfile.write(body)
+        else:
+            for first in range(0, len(body), 1 << 13):
+                self.wfile.write(body[first : first + (1 << 13)])
+                if self.hub.closed.wait(self.hub.slow):
+                    return
         if cut:
             self.wfile.flush()
             self.close_connection = True
