@@ -150,13 +150,25 @@ MODELS = {
 }
 
 
-def make(name: str):
+# Of each mixture of experts, the key that says how many there are.
+MIXTURES = {
+    "mixtral": "num_local_experts",
+    "qwen2-moe": "num_experts",
+    "qwen3-moe": "num_experts",
+    "qwen3-moe-normalised": "num_experts",
+    "olmoe": "num_experts",
+    "glm4-moe": "n_routed_experts",
+    "gpt-oss": "num_local_experts",
+}
+
+
+def make(name: str, **others: object):
     """A model with random weights, its biases, norms and sinks too, that its own initialization leaves at 0 or 1."""
     import torch
     import transformers
 
     family, changes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes, **others})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -259,6 +271,18 @@ def test_logits(name, tmp_path):
     check_equal(whole, reference_logits(model, token_ids))
     assert np.array_equal(logits(tmp_path, (1,), token_ids, 160), whole)
     assert np.array_equal(logits(tmp_path, (1, 2), token_ids, 160), whole)
+
+
+@pytest.mark.parametrize("used", [1, 2, 8])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts(name, used, tmp_path):
+    """Twelve experts, of which a token has one, two or eight."""
+    groups = {"n_group": 3, "topk_group": 2} if name == "glm4-moe" else {}
+    model = make(name, **{MIXTURES[name]: 12, "num_experts_per_tok": used, **groups})
+    model.save_pretrained(tmp_path)
+    round_matrices(model)
+    token_ids = np.random.default_rng(8).integers(0, VOCAB, LENGTH).tolist()
+    check_equal(logits(tmp_path, (1,), token_ids, 160), reference_logits(model, token_ids))
 
 
 def older(config: dict[str, object]) -> dict[str, object]:
