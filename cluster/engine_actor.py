@@ -15,6 +15,7 @@ from shardline.cluster.connection import ENGINE_NAME
 from shardline.cluster.engine import Engine, EngineStatus
 from shardline.cluster.errors import EngineNotFoundError, LeaseExpiredError, ShardlineError
 from shardline.cluster.inbox import Failure, Inbox
+from shardline.cluster.models import Progress
 from shardline.cluster.request import Delta, Request
 from shardline.cluster.text.generation_defaults import GenerationDefaults
 from shardline.scheduler import InvalidParameterError
@@ -26,6 +27,7 @@ LEASE_SECONDS = 15.0
 """A client that does not begin a poll for this long is gone."""
 
 _STOP_SECONDS = 30.0
+_TOLD_SECONDS = 1.0
 
 
 class _ClientState:
@@ -54,7 +56,7 @@ class EngineHost:
 
     def __init__(
         self,
-        build: Callable[[], Engine],
+        build: Callable[..., Engine],
         *,
         poll_seconds: float = POLL_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
@@ -64,14 +66,19 @@ class EngineHost:
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
         self._engine: Engine | None = None
+        self._told: list[str] = []
         self._clients: dict[str, _ClientState] = {}
         self._reaper: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Build and start the engine. Raises what keeps it from starting."""
-        self._engine = self._build()
+    async def start(self, tells: bool = False) -> None:
+        """Build and start the engine; if it `tells`, `build` takes `progress`. Raises what keeps it from starting."""
+        self._engine = self._build(progress=self._told.append) if tells else self._build()
         await self._engine.start()
         self._reaper = asyncio.create_task(self._reap())
+
+    async def told(self, known: int) -> list[str]:
+        """The lines of progress after so many."""
+        return self._told[known:]
 
     async def stop(self) -> None:
         """Close the engine; the process ends by `ray.kill` afterwards."""
@@ -154,9 +161,10 @@ class EngineHost:
 
 
 def serve(
-    build: Callable[[], Engine],
+    build: Callable[..., Engine],
     *,
     name: str = ENGINE_NAME,
+    progress: Progress | None = None,
     poll_seconds: float = POLL_SECONDS,
     lease_seconds: float = LEASE_SECONDS,
 ) -> Any:
@@ -167,6 +175,7 @@ def serve(
     Args:
         build: Makes the engine in the actor's process; pickled, so a module's function or a partial of one.
         name: Under which clients find it.
+        progress: Called here with lines about what takes long; `build` then takes an argument `progress` for them.
         poll_seconds, lease_seconds: See the constants of this module.
 
     Raises:
@@ -186,7 +195,12 @@ def serve(
     options = {"max_concurrency": 10_000, "lifetime": "detached", "name": name, "namespace": NAMESPACE}
     actor = actor_class.options(**options).remote(build, poll_seconds=poll_seconds, lease_seconds=lease_seconds)
     try:
-        ray.get(actor.start.remote())
+        starting, heard = actor.start.remote(progress is not None), 0
+        while progress is not None and not ray.wait([starting], timeout=_TOLD_SECONDS)[0]:
+            for line in ray.get(actor.told.remote(heard)):
+                progress(line)
+                heard += 1
+        ray.get(starting)
     except BaseException as error:
         _end(actor, name)
         cause = getattr(error, "cause", None)

@@ -25,7 +25,7 @@ def serve_command(options: EngineOptions, name: str | None) -> None:
     name = name or ENGINE_NAME
     with planned(options) as prepared:
         with waiting("loading the model"):
-            actor = serve(partial(build_engine, prepared), name=name)
+            actor = serve(partial(build_engine, prepared), name=name, progress=say)
         try:
             address = ray.get_runtime_context().gcs_address
             named = "" if name == ENGINE_NAME else f", name={name!r}"

@@ -6,8 +6,9 @@ import asyncio
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,10 +18,14 @@ import ray
 from huggingface_hub import constants
 
 from shardline.cluster import StageLostError, hub
+from shardline.cluster.engine import Engine
+from shardline.cluster.engine_actor import serve, stop_serving
 from shardline.cluster.ray_pipeline import RayPipeline
 from shardline.cluster.ray_runtime import connected
 from shardline.cluster.stage_fleet import RayPipelineConfig
 from shardline.cluster.stage_loading import HubLoader, LoadedStage, ModelIdentity
+from shardline.cluster.text.model_text import ModelText
+from shardline.scheduler import SchedulerConfig
 from shardline.stage import StageSpec
 
 pytestmark = pytest.mark.ray
@@ -40,15 +45,17 @@ def _sibling(name: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class NodeLoader(HubLoader):
-    """Of a node with a cache of its own. What it loads computes nothing.
+    """Of a node with a cache of its own.
 
     Attributes:
         url: The hub's.
         cache: The node's.
+        computes: Whether what it loads does.
     """
 
     url: str = ""
     cache: str = ""
+    computes: bool = False
 
     def _here(self) -> None:
         constants.ENDPOINT = self.url
@@ -70,6 +77,8 @@ class NodeLoader(HubLoader):
 
     def load(self, spec: StageSpec) -> LoadedStage:
         self._here()
+        if self.computes:
+            return HubLoader.load(self, spec)
         assert (hub.fetch_small(self.model) / f"layer{spec.first_layer}.safetensors").exists()
 
         class Nothing:
@@ -96,13 +105,16 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.close()
 
 
+def specs_of() -> list[StageSpec]:
+    return [StageSpec(i, 2 * i, i + 2, i == 0, i == 1, 8, 16, "float32", 16, 2, 64, 1) for i in range(2)]
+
+
 def pipeline_of(server: Any, tmp_path: Path, seconds: float) -> tuple[RayPipeline, list[str]]:
     """Of two stages on one node, and what it tells."""
     loader = NodeLoader(hub.pin("hf:maker/tiny"), server.url, str(tmp_path / "node"))
-    specs = [StageSpec(i, i, i + 1, i == 0, i == 1, 8, 16, "float32", 16, 2, 64, 1) for i in range(2)]
     told: list[str] = []
     config = RayPipelineConfig(load_seconds=seconds, look_seconds=0.5)
-    return RayPipeline(specs, loader, config=config, tell=told.append), told
+    return RayPipeline(specs_of(), loader, config=config, tell=told.append), told
 
 
 def test_a_slow_fetch_is_waited_for_and_told(server: Any, tmp_path: Path) -> None:
@@ -123,6 +135,26 @@ def test_a_slow_fetch_is_waited_for_and_told(server: Any, tmp_path: Path) -> Non
     assert {line.split(" on ")[0] for line in told} == {"stage 0", "stage 1"}
     assert all(line.endswith(f" GB of {hub.pin('hf:maker/tiny').name} are there") for line in told)
     assert len(told) > 6
+
+
+def engine_of(url: str, folder: Path, published: Path, progress: Callable[[str], None]) -> Engine:
+    """In the actor of the engine."""
+    (commit,) = (path.name for path in (folder / "hub").glob("models--maker--tiny/snapshots/*"))
+    loader = NodeLoader(hub.HubModel("maker/tiny", commit), url, str(folder / "node"), computes=True)
+    pipeline = RayPipeline(specs_of(), loader, config=RayPipelineConfig(look_seconds=0.5), tell=progress)
+    limits = SchedulerConfig(8, 16, 64, 2, 16, 16, 2)
+    return Engine(pipeline, ModelText.from_folder(published, 101), limits)
+
+
+def test_whoever_starts_an_engine_for_others_is_told_too(server: Any, tmp_path: Path) -> None:
+    hub.pin("hf:maker/tiny")
+    server.slow = 0.5
+    told: list[str] = []
+    serve(partial(engine_of, server.url, tmp_path, tmp_path / "published"), progress=told.append)
+    stop_serving()
+    assert {line.split(" on ")[0] for line in told} == {"stage 0", "stage 1"}
+    # A line each half second and stage at the most, and none twice.
+    assert 4 < len(told) < 100
 
 
 def test_a_fetch_that_stands_still_is_given_up(server: Any, tmp_path: Path) -> None:
