@@ -76,24 +76,37 @@ def block_totals(part: Any, block: int, x: int, x_stride: int, ids: int, rows: i
 
     ids is the address of int64 [rows], which rows of x; or 0: the first ones.
     """
+    full = rows - rows % ROW_TILE
+    if full:
+        _tile_totals(part, block, x, x_stride, ids, 0, full, ROW_TILE, totals)
+    if full < rows:
+        _tile_totals(part, block, x, x_stride, ids, full, rows, rows - full, totals)
+
+
+@jit
+def _tile_totals(
+    part: Any, block: int, x: int, x_stride: int, ids: int, first: int, end: int, tile: int, totals: int
+) -> None:
+    """`block_totals` of the rows from first to end, `tile` at a time."""
     groups, group_size, bits, half = part[_GROUPS], part[_GROUP_SIZE], part[_BITS], part[_HALF]
     scale_bytes = 4 - 2 * half
-    for channel in range(0, HALF, PASS_BYTES):
+    last = end - 1
+    for channel in range(0, HALF, PASS_BYTES[tile]):
         q = part[_Q] + block * groups * group_size * 8 * bits + channel
         scale = part[_SCALE] + (block * groups * LANES + channel) * scale_bytes
         minimum = part[_MINIMUM] + (block * groups * LANES + channel) * scale_bytes
-        for row in range(0, rows, ROW_TILE):
+        for row in range(first, end, tile):
             accumulate(
                 bits,
-                min(rows - row, ROW_TILE),
+                tile,
                 q,
                 scale,
                 minimum,
                 half,
                 _row_of(x, x_stride, ids, row),
-                _row_of(x, x_stride, ids, min(row + 1, rows - 1)),
-                _row_of(x, x_stride, ids, min(row + 2, rows - 1)),
-                _row_of(x, x_stride, ids, min(row + 3, rows - 1)),
+                _row_of(x, x_stride, ids, min(row + 1, last)),
+                _row_of(x, x_stride, ids, min(row + 2, last)),
+                _row_of(x, x_stride, ids, min(row + 3, last)),
                 totals + 4 * (row * LANES + channel),
                 groups,
                 group_size,

@@ -1,10 +1,10 @@
 """The inner loops of products with resident integers, written as LLVM vectors whose lanes are output channels.
 
-A kernel computes one pass of a block for a tile of rows: the channels of PASS_BYTES bytes of 4-bit integers, as many
-low as high nibbles. On machines with AVX-512 a pass is the whole block of 64 channels; on others a quarter, so that the
-sums of a tile of rows still fit the registers. LLVM splits the vectors into what the machine has. The order of
-operations in a lane is `linear.py`'s contract whatever the pass and the tile. Arguments are addresses and counts, all
-int64.
+A kernel computes one pass of a block for a tile of rows: the channels of so many bytes of 4-bit integers, as many low
+as high nibbles. On machines with AVX-512 a pass is the whole block of 64 channels. On others the fewer the rows, the
+wider: eight vectors of sums fill the registers, and fewer than that wait for each other, because each sum is one chain
+of fused multiply-adds. The order of operations in a lane is `linear.py`'s contract whatever the pass and the tile.
+Arguments are addresses and counts, all int64.
 """
 
 from __future__ import annotations
@@ -18,17 +18,30 @@ from numba.extending import intrinsic
 
 from shardline.kernels.cpu.intrinsics import F16, F32, I8, I32, I64, emit_fma, splat
 from shardline.kernels.cpu.jit import target_features
-from shardline.kernels.cpu.resident import LANES
+from shardline.kernels.cpu.resident import ALIGNMENT, LANES
 
 HALF = LANES // 2
 """Channels between those of a byte's low and high nibble."""
 
-PASS_BYTES = HALF if "avx512f" in target_features() else 8
-
 ROW_TILE = 4
 """The most rows whose sums are held in registers at once."""
 
-_UNROLL = 4  # every group size is a multiple
+_WIDE = "avx512f" in target_features()
+
+VECTOR = HALF if _WIDE else 8
+"""Lanes that are loaded at once. LLVM splits what the machine does not have, but then unpacks all bytes before it
+widens them, which takes more shuffles than to widen while loading."""
+
+PASS_BYTES = (0, HALF, HALF, HALF, HALF) if _WIDE else (0, 32, 16, 8, 8)
+"""By the rows of a tile; multiples of VECTOR."""
+
+_UNROLL = (0, 4, 4, 4, 4) if _WIDE else (0, 1, 1, 4, 4)
+"""Columns at a time, by the rows of a tile: with more, LLVM moves loads up until sums no longer fit the registers.
+Every group size is a multiple."""
+
+_AHEAD = 0 if _WIDE else 2048
+"""Bytes of weights, if any, that are fetched ahead of their use: processors do so by themselves, but only to the end of
+a page of memory. Tuned on Zen 2, where products of weights that come from memory take a quarter less time with it."""
 
 
 @intrinsic
@@ -68,47 +81,55 @@ def accumulate(
 
 def _emit_accumulate(builder: ir.IRBuilder, rows: int, bits: int, args: list[ir.Value]) -> None:
     weights, scale, minimum, half, *x_rows, totals, groups, group_size = args
-    wide = ir.VectorType(F32, PASS_BYTES)
-    zero = ir.Constant(wide, [0.0] * PASS_BYTES)
+    wide = ir.VectorType(F32, VECTOR)
+    zero = ir.Constant(wide, [0.0] * VECTOR)
+    channels = [side + start for side in (0, HALF) for start in range(0, PASS_BYTES[rows], VECTOR)]
     sums = [cgutils.alloca_once(builder, F32) for _ in range(rows)]
-    products = [[cgutils.alloca_once(builder, wide) for _ in range(2)] for _ in range(rows)]
+    products = [[cgutils.alloca_once(builder, wide) for _ in channels] for _ in range(rows)]
+    column_bytes = LANES * bits // 8
     is_half = builder.icmp_signed("!=", half, I64(0))
     scale_bytes = builder.select(is_half, I64(2 * LANES), I64(4 * LANES))
 
-    def total_place(row: int, side: int) -> ir.Value:
-        return _pointer(builder, totals, wide, 4 * (LANES * row + HALF * side))
+    def total_place(row: int, channel: int) -> ir.Value:
+        return _pointer(builder, totals, wide, 4 * (LANES * row + channel))
 
     for row in range(rows):
-        for side in range(2):
-            builder.store(zero, total_place(row, side), align=4)
+        for channel in channels:
+            builder.store(zero, total_place(row, channel), align=4)
     with cgutils.for_range(builder, groups) as group_loop:
         group = group_loop.index
         first_k = builder.mul(group, group_size)
         for row in range(rows):
             builder.store(F32(0.0), sums[row])
-            for side in range(2):
-                builder.store(zero, products[row][side])
-        with cgutils.for_range(builder, builder.sdiv(group_size, I64(_UNROLL))) as k_loop:
-            base = builder.add(first_k, builder.mul(k_loop.index, I64(_UNROLL)))
-            for step in range(_UNROLL):
+            for product in products[row]:
+                builder.store(zero, product)
+        with cgutils.for_range(builder, builder.sdiv(group_size, I64(_UNROLL[rows]))) as k_loop:
+            base = builder.add(first_k, builder.mul(k_loop.index, I64(_UNROLL[rows])))
+            for step in range(_UNROLL[rows]):
                 k = builder.add(base, I64(step))
-                weight = _load_integers(builder, _at(builder, weights, k, LANES * bits // 8), bits, wide)
+                column = _at(builder, weights, k, column_bytes)
+                if _AHEAD and step * column_bytes % ALIGNMENT == 0:
+                    _prefetch(builder, builder.add(column, I64(_AHEAD)))
+                weight = _load_integers(builder, column, bits, channels)
                 for row in range(rows):
                     scalar = builder.load(_pointer(builder, _at(builder, x_rows[row], k, 4), F32), align=4)
                     builder.store(builder.fadd(builder.load(sums[row]), scalar), sums[row])
-                    value = splat(builder, scalar, PASS_BYTES)
+                    value = splat(builder, scalar, VECTOR)
                     for place, integers in zip(products[row], weight, strict=True):
                         builder.store(emit_fma(builder, integers, value, builder.load(place)), place)
         offset = builder.mul(group, scale_bytes)
-        scales = _load_scales(builder, builder.add(scale, offset), is_half, wide)
-        minimums = _load_scales(builder, builder.add(minimum, offset), is_half, wide)
-        for row in range(rows):
-            group_sum = splat(builder, builder.load(sums[row]), PASS_BYTES)
-            for side in range(2):
-                place = total_place(row, side)
-                total = builder.load(place, align=4)
-                total = emit_fma(builder, scales[side], builder.load(products[row][side]), total)
-                builder.store(emit_fma(builder, minimums[side], group_sum, total), place, align=4)
+        group_sums = [splat(builder, builder.load(place), VECTOR) for place in sums]
+        with builder.if_else(is_half) as branches:
+            for stored, branch in zip((F16, F32), branches, strict=True):
+                with branch:
+                    for index, channel in enumerate(channels):
+                        factor = _load_scales(builder, builder.add(scale, offset), stored, channel)
+                        addend = _load_scales(builder, builder.add(minimum, offset), stored, channel)
+                        for row, group_sum in enumerate(group_sums):
+                            place = total_place(row, channel)
+                            total = builder.load(place, align=4)
+                            total = emit_fma(builder, factor, builder.load(products[row][index]), total)
+                            builder.store(emit_fma(builder, addend, group_sum, total), place, align=4)
 
 
 def _at(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stride: int) -> ir.Value:
@@ -120,36 +141,35 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset:
     return builder.inttoptr(builder.add(address, I64(offset)), pointee.as_pointer())
 
 
-def _load_integers(builder: ir.IRBuilder, address: ir.Value, bits: int, wide: ir.VectorType) -> list[ir.Value]:
-    """The integers of one k as floats: the pass's channels of the block's lower half, those of its upper half."""
-    spread = ir.VectorType(I32, PASS_BYTES)
+def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for a cache line that will be read soon; one that does not exist does no harm."""
+    function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
+    read, keep, data = I32(0), I32(3), I32(1)
+    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), read, keep, data])
+
+
+def _load_integers(builder: ir.IRBuilder, address: ir.Value, bits: int, channels: list[int]) -> list[ir.Value]:
+    """The integers of one k as floats, of the vectors that start at these channels."""
+    spread = ir.VectorType(I32, VECTOR)
 
     def load(offset: int) -> ir.Value:
-        place = _pointer(builder, address, ir.VectorType(I8, PASS_BYTES), offset)
+        place = _pointer(builder, address, ir.VectorType(I8, VECTOR), offset)
         return builder.zext(builder.load(place, align=8), spread)
 
     if bits == 8:
-        halves = [load(0), load(HALF)]
+        integers = [load(channel) for channel in channels]
     else:
-        both = load(0)
-        halves = [
-            builder.and_(both, ir.Constant(spread, [15] * PASS_BYTES)),
-            builder.lshr(both, ir.Constant(spread, [4] * PASS_BYTES)),
-        ]
+        both = [load(channel) for channel in channels if channel < HALF]
+        integers = [builder.and_(value, ir.Constant(spread, [15] * VECTOR)) for value in both]
+        integers += [builder.lshr(value, ir.Constant(spread, [4] * VECTOR)) for value in both]
     # As signed: the integers are small, and fewer machines convert unsigned ones.
-    return [builder.sitofp(half, wide) for half in halves]
+    return [builder.sitofp(value, ir.VectorType(F32, VECTOR)) for value in integers]
 
 
-def _load_scales(builder: ir.IRBuilder, address: ir.Value, is_half: ir.Value, wide: ir.VectorType) -> list[ir.Value]:
-    """A group's scales or minimums as floats, of the pass's channels in the block's lower and upper half."""
-    places = [cgutils.alloca_once(builder, wide) for _ in range(2)]
-    with builder.if_else(is_half) as (half, single):
-        with half:
-            for side, place in enumerate(places):
-                source = _pointer(builder, address, ir.VectorType(F16, PASS_BYTES), 2 * HALF * side)
-                builder.store(builder.fpext(builder.load(source, align=2), wide), place)
-        with single:
-            for side, place in enumerate(places):
-                source = _pointer(builder, address, wide, 4 * HALF * side)
-                builder.store(builder.load(source, align=4), place)
-    return [builder.load(place) for place in places]
+def _load_scales(builder: ir.IRBuilder, address: ir.Value, stored: ir.Type, channel: int) -> ir.Value:
+    """A group's scales or minimums as floats, of the vector that starts at this channel."""
+    size = 2 if stored is F16 else 4
+    place = _pointer(builder, address, ir.VectorType(stored, VECTOR), size * channel)
+    loaded = builder.load(place, align=size)
+    return builder.fpext(loaded, ir.VectorType(F32, VECTOR)) if stored is F16 else loaded

@@ -12,12 +12,12 @@ import pytest
 
 from shardline.kernels.cpu.jit import target_features
 
-SCRIPT = """
+PRODUCTS = """
 import hashlib
 import numpy as np
 from shardline.kernels import Expert, GroupedMatrix, KVLayout, RopeTable, RouterRule, Rows, SamplingBatch
 from shardline.kernels import cpu_backend, pack_nibbles
-from shardline.kernels.cpu.microkernel import PASS_BYTES
+from shardline.kernels.cpu.microkernel import VECTOR
 
 rng = np.random.default_rng(0)
 
@@ -40,7 +40,9 @@ for rows in (1, 2, 3, 4, 67):
     backend.gated_linear(normed, gated, product, rows)
     for array in (normed, out, product):
         digest.update(backend.read(array).tobytes())
+"""
 
+OTHERS = """
 router = backend.upload(rng.standard_normal((7, 192), np.float32))
 for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
     experts = backend.load_experts(
@@ -107,14 +109,17 @@ batch = SamplingBatch(
 chosen = backend.sample(backend.upload(rng.standard_normal((count, vocab), np.float32) * 3), batch)
 for array in (chosen.token_ids, chosen.logprobs, chosen.top_ids, chosen.top_logprobs):
     digest.update(array.tobytes())
+"""
+
+END = """
 backend.close()
-print(PASS_BYTES, digest.hexdigest())
+print(VECTOR, digest.hexdigest())
 """
 
 
-def run(cache: Path, **environment: str) -> tuple[str, str]:
+def run(cache: Path, script: str, **environment: str) -> tuple[str, str]:
     given = {**os.environ, "SHARDLINE_CACHE": str(cache), **environment}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=given, capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, "-c", script + END], env=given, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     width, digest = done.stdout.split()
     return width, digest
@@ -126,7 +131,25 @@ def run(cache: Path, **environment: str) -> tuple[str, str]:
     platform.machine() != "x86_64" or "avx512f" not in target_features(), reason="needs a processor with AVX-512"
 )
 def test_avx2_and_avx512_give_the_same_bits(tmp_path: Path) -> None:
-    wide = run(tmp_path)
-    narrow = run(tmp_path, NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES="+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt")
+    wide = run(tmp_path, PRODUCTS + OTHERS)
+    features = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt"
+    narrow = run(tmp_path, PRODUCTS + OTHERS, NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES=features)
+    assert (wide[0], narrow[0]) == ("32", "8")
+    assert wide[1] == narrow[1]
+
+
+def test_wide_and_narrow_passes_give_the_same_bits(tmp_path: Path) -> None:
+    """On any processor: LLVM splits vectors that it does not have."""
+
+    def claiming(change: str) -> str:
+        return f"""
+from shardline.kernels.cpu import jit
+claimed = jit.target_features() {change} {{"avx512f"}}
+jit.target_features = lambda: claimed
+"""
+
+    # In folders of their own: the stamp of compiled code knows the real features.
+    wide = run(tmp_path / "wide", claiming("|") + PRODUCTS)
+    narrow = run(tmp_path / "narrow", claiming("-") + PRODUCTS)
     assert (wide[0], narrow[0]) == ("32", "8")
     assert wide[1] == narrow[1]
