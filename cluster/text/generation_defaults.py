@@ -182,10 +182,11 @@ class _MetadataFields:
 
 
 def _count(config: JsonObject, key: str) -> int | None:
+    """0 where it is -1, which some files have for no limit."""
     value = config.integer(key)
-    if value is not None and value < 0:
-        raise config.error(key, f"is {value}; it is 0 or more")
-    return value
+    if value is not None and value < -1:
+        raise config.error(key, f"is {value}; it is 0 or more, or -1 for no limit")
+    return None if value is None else max(0, value)
 
 
 def _number(

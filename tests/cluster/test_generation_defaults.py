@@ -54,6 +54,7 @@ class TestReading:
         said = of_gguf(temp=0.6, top_k=20, top_p=0.95, min_p=0.0, penalty_repeat=1.05, penalty_last_n=64, mirostat=0)
         assert said == GenerationDefaults(0.6, 20, 0.95, 0.0, 1.05, source="general.sampling.*")
         assert of_gguf(top_k=-1).top_k == 0
+        assert of_json(top_k=-1).top_k == 0
         assert of_gguf(penalty_repeat=1.2, penalty_last_n=0).repetition_penalty is None
 
     @pytest.mark.parametrize(

@@ -709,7 +709,7 @@ SMALL_DAMAGE = [
     ("generation_config", {"top_p": 0}, "top_p", "is 0; it is above 0 and at most 1"),
     ("generation_config", {"top_p": 1.5}, "top_p", "is 1.5; it is above 0 and at most 1"),
     ("generation_config", {"top_k": 2.5}, "top_k", "is 2.5, not an integer"),
-    ("generation_config", {"top_k": -1}, "top_k", "is -1; it is 0 or more"),
+    ("generation_config", {"top_k": -2}, "top_k", "is -2; it is 0 or more, or -1"),
     ("generation_config", {"min_p": 2}, "min_p", "is 2; it is 0 or more and at most 1"),
     ("generation_config", {"repetition_penalty": 0}, "repetition_penalty", "is 0; it is above 0"),
     ("config", {"eos_token_id": {}}, "eos_token_id", "is an object of 0 entries, not a token id"),
