@@ -57,7 +57,7 @@ class AttentionOps(CudaCore):
         unread = rows.positions  # an address for what the kernel is not compiled to read
         self._launch(
             ("rope_kv_write", "rope_kv_write"),
-            (rows.count, query_heads + 2 * layout.num_kv_heads),
+            (rows.count, query_heads + layout.num_kv_heads),
             32,
             (
                 qkv,

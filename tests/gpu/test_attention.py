@@ -86,8 +86,9 @@ def make(
     block_size: int,
     seed: int = 0,
     dtype: str = "float16",
+    wrong: dict[tuple[int, int], float] | None = None,
 ) -> Sequences:
-    """Fill a pool through rope_kv_write that turns by nothing."""
+    """Fill a pool through rope_kv_write that turns by nothing. wrong: numbers by (position, channel), of sequence 0."""
     rng = np.random.default_rng([seed, head_dim, group])
     width = -(-max(lengths) // block_size)
     layout = KVLayout(1, width * len(lengths) + 3, block_size, kv_heads, head_dim, dtype)
@@ -105,6 +106,8 @@ def make(
     for sequence, length in enumerate(lengths):
         qkv = rng.standard_normal((length, (group + 2) * kv_heads * head_dim)).astype(np.float32)
         qkv[:, : group * kv_heads * head_dim] *= 3
+        for place, number in (wrong or {}).items() if sequence == 0 else ():
+            qkv[place] = number
         positions = np.arange(length, dtype=np.int32)
         slots = tables[sequence][positions // block_size] * block_size + positions % block_size
         zeros = cuda.upload(np.zeros(length, np.int32))
@@ -310,6 +313,26 @@ def test_a_position_of_eight_bits_that_is_not_finite_reaches_those_alone_that_se
         wanted = expected.copy()
         wanted[position:end, 3 * 64 :] = np.nan  # the query heads of the second KV head
         for chunk in (1, 7, 300):
+            runs = [dirty.attend([(0, at, min(at + chunk, 300))]) for at in range(0, 300, chunk)]
+            assert np.array_equal(np.concatenate(runs), wanted, equal_nan=True), (position, chunk)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_or_value_that_is_not_finite_reaches_those_alone_that_see_it(
+    cuda: Any, way: str, dtype: str, part: str, window: int
+) -> None:
+    """One channel of it is not. Not even the rows before it in its tile, nor the split that begins with it."""
+    kind = {"window": window}
+    expected = make(cuda, 64, 3, 2, [300], 16, dtype=dtype).of(kind).attend([(0, 0, 300)])
+    channel = (7 if part == "key" else 9) * 64 + 17  # of the second KV head
+    for position, number in ((3, np.nan), (255, np.inf), (256, np.nan), (262, -np.inf)):
+        dirty = make(cuda, 64, 3, 2, [300], 16, dtype=dtype, wrong={(position, channel): number}).of(kind)
+        end = min(position + window, 300) if window else 300
+        wanted = expected.copy()
+        wanted[position:end, 3 * 64 :] = np.nan
+        for chunk in (7, 300):
             runs = [dirty.attend([(0, at, min(at + chunk, 300))]) for at in range(0, 300, chunk)]
             assert np.array_equal(np.concatenate(runs), wanted, equal_nan=True), (position, chunk)
 

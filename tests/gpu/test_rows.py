@@ -307,6 +307,52 @@ def test_turned_and_written(
         assert (by_slot[untouched] == 0).all()
 
 
+@pytest.mark.parametrize(("head_dim", "rotary", "norms"), [(64, 64, True), (80, 32, False), (128, 0, False)])
+def test_a_head_in_halves_that_is_not_finite_has_a_key_of_nan_and_no_value(
+    cuda: Any, head_dim: int, rotary: int, norms: bool
+) -> None:
+    """And of one whose key alone is not, the value stays; all others are as they were."""
+    rng = np.random.default_rng([22, head_dim])
+    count, query_heads, kv_heads = 9, 4, 2
+    clean = rng.standard_normal((count, query_heads + 2 * kv_heads, head_dim)).astype(np.float32)
+    clean[0, 4, 0], clean[0, 7, 1] = 1e9, -1e9
+    angles = rng.uniform(0, 6, (count, rotary // 2))
+    rope = RopeTable(cuda.upload(np.cos(angles, dtype="f4")), cuda.upload(np.sin(angles, dtype="f4")), False)
+    numbers, zeros = cuda.upload(np.arange(count, dtype=np.int32)), cuda.upload(np.zeros(count, np.int32))
+    rows = Rows(count, numbers, numbers, zeros, zeros.reshape(1, -1))
+    weight = cuda.upload(rng.uniform(0.5, 2, head_dim).astype(np.float32))
+    kept = {"q_norm": weight, "k_norm": weight, "eps": 1e-6} if norms else {}
+
+    def written(heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cache = cuda.allocate_kv(KVLayout(1, 2, 16, kv_heads, head_dim, "float16"))
+        qkv = cuda.upload(heads.reshape(count, -1))
+        cuda.rope_kv_write(qkv, rows, rope if rotary else None, cache, 0, **kept)
+        pools = [
+            cuda.read(array)[0].transpose(0, 2, 1, 3).reshape(32, kv_heads, -1) for array in (cache.keys, cache.values)
+        ]
+        return pools[0].view(np.float16), pools[1].view(np.float16)
+
+    dirty = clean.copy()
+    dirty[1, 4, 3], dirty[2, 5, -1], dirty[3, 6, 0], dirty[4, 7, -1], dirty[5, 6, 7] = (
+        np.nan,
+        np.inf,
+        np.nan,
+        np.inf,
+        -np.inf,
+    )
+    dirty[6, 4, 2], dirty[6, 6, 2] = np.inf, np.nan
+    keys, values = written(clean)
+    assert np.isfinite(keys).all()
+    assert np.isfinite(values).all()
+    for row, head in ((1, 0), (2, 1), (3, 0), (4, 1), (5, 0), (6, 0)):
+        keys[row, head] = np.nan
+    for row, head in ((3, 0), (4, 1), (5, 0), (6, 0)):
+        values[row, head] = 0
+    got = written(dirty)
+    assert np.array_equal(got[0], keys, equal_nan=True)
+    assert np.array_equal(got[1], values)
+
+
 def int8_pool(cuda: Any, cache: Any, layer: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """(integers, scales) of keys and of values: [slots, Hkv, D] and [slots, Hkv]."""
     slots, heads, dim = cache.layout.num_blocks * cache.layout.block_size, *cache.keys.shape[2::2]
