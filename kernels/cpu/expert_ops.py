@@ -13,8 +13,8 @@ from shardline.kernels.backend import Array, Weight
 from shardline.kernels.cpu import experts as compiled
 from shardline.kernels.cpu import router as routing
 from shardline.kernels.cpu.activation import CODES
+from shardline.kernels.cpu.blocks import describe
 from shardline.kernels.cpu.commands import address, float_bits, row_address
-from shardline.kernels.cpu.linear import describe
 from shardline.kernels.cpu.ops import SPAN_ROWS, CpuOps, spans
 from shardline.kernels.cpu.resident import ExpertMatrices, aligned_empty, pack_expert
 from shardline.kernels.experts import Activation, Expert, RouterRule

@@ -2,8 +2,8 @@
 
 A *pair* is a row and one of the experts that it has chosen, by rank. `group` sorts a step's pairs by expert into
 *tiles*: up to 64 pairs of one expert. `gated` and `down` then compute a tile's products block by block of channels,
-with the kernels and the order of `linear.py`; `combine` adds up each row's results by rank. Which pairs share a tile,
-and which thread computes what, changes no bit.
+with the code of `blocks.py` and the order of `linear.py`; `combine` adds up each row's results by rank. Which pairs
+share a tile, and which thread computes what, changes no bit.
 
 How many tiles there are is known only when the records run. So `group` also writes what each tile costs, and a share is
 a range of the cost of all tasks (a tile and a block).
@@ -17,22 +17,23 @@ import numpy as np
 from numba import carray
 
 from shardline.kernels.cpu import simd
-from shardline.kernels.cpu.intrinsics import pointer
-from shardline.kernels.cpu.jit import jit, operation
-from shardline.kernels.cpu.linear import (
+from shardline.kernels.cpu.blocks import (
     CHANNELS,
+    GATE_SUMS,
     GATE_TOTALS,
     ORDER,
     PART_WORDS,
     ROW_CHUNK,
+    ROWS_UNPACKED_FOR,
+    UP_SUMS,
     UP_TOTALS,
     WORKSPACE_BYTES,
     block_totals,
-    join,
-    order_row,
-    range_of,
+    have_equal_sums,
 )
-from shardline.kernels.cpu.microkernel import ROW_TILE
+from shardline.kernels.cpu.intrinsics import pointer
+from shardline.kernels.cpu.jit import jit, operation
+from shardline.kernels.cpu.linear import join, order_row, range_of
 from shardline.kernels.cpu.resident import LANES
 
 GATE, UP, DOWN = range(3)
@@ -110,7 +111,7 @@ def group(worker: int, share: int, num_shares: int, record: int) -> None:
             tiles[tile, _COUNT] = count
             tiles[tile, _COST] = cost
             # Unpacking integers for a few rows takes about as long as multiplying them with a row and two thirds.
-            cost += 5 * ((count + ROW_TILE - 1) // ROW_TILE) + 3 * count
+            cost += 5 * ((count + ROWS_UNPACKED_FOR - 1) // ROWS_UNPACKED_FOR) + 3 * count
             first += count
             tile += 1
     tiles[tile, _COST] = cost
@@ -180,12 +181,18 @@ def gated(worker: int, share: int, num_shares: int, record: int) -> None:
     blocks = (channels + LANES - 1) // LANES
     num_tiles = header[0]
     tile, block, high = _first_task(tiles, num_tiles, blocks, share, num_shares)
+    summed = -1
     while _begins_before(tiles, num_tiles, blocks, tile, block, high):
         expert, first, count = tiles[tile, _EXPERT], tiles[tile, _FIRST], tiles[tile, _COUNT]
         skipped = 4 * first * inputs if by_place else 0
         ids = 0 if by_place else rows[first:].ctypes.data
-        block_totals(parts[expert, GATE], block, words[1] + skipped, inputs, ids, count, workspace + GATE_TOTALS)
-        block_totals(parts[expert, UP], block, words[2] + skipped, inputs, ids, count, workspace + UP_TOTALS)
+        gate, up, x_gate, x_up = parts[expert, GATE], parts[expert, UP], words[1] + skipped, words[2] + skipped
+        known = summed == tile
+        alike = have_equal_sums(gate, up, x_gate, x_up)
+        up_sums = GATE_SUMS if alike else UP_SUMS
+        block_totals(gate, block, x_gate, inputs, ids, count, workspace, GATE_TOTALS, GATE_SUMS, known)
+        block_totals(up, block, x_up, inputs, ids, count, workspace, UP_TOTALS, up_sums, known or alike)
+        summed = tile
         lanes = min(channels - block * LANES, LANES)
         bias = 4 * (expert * channels + block * LANES)
         join(
@@ -220,10 +227,13 @@ def down(worker: int, share: int, num_shares: int, record: int) -> None:
     blocks = (channels + LANES - 1) // LANES
     num_tiles = header[0]
     tile, block, high = _first_task(tiles, num_tiles, blocks, share, num_shares)
+    summed = -1
     while _begins_before(tiles, num_tiles, blocks, tile, block, high):
         expert, first, count = tiles[tile, _EXPERT], tiles[tile, _FIRST], tiles[tile, _COUNT]
         x = words[1] + 4 * first * inputs
-        block_totals(parts[expert, DOWN], block, x, inputs, 0, count, workspace + GATE_TOTALS)
+        part = parts[expert, DOWN]
+        block_totals(part, block, x, inputs, 0, count, workspace, GATE_TOTALS, GATE_SUMS, summed == tile)
+        summed = tile
         lanes = min(channels - block * LANES, LANES)
         for i in range(count):
             pair = order[first + i]

@@ -44,6 +44,29 @@ def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), [a, b, c])
 
 
+def emit_address(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stride: int) -> ir.Value:
+    """address + index * stride."""
+    return builder.add(address, builder.mul(index, I64(stride)))
+
+
+def emit_pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset: int = 0) -> ir.Value:
+    """The pointer to a value so many bytes behind an int64 address."""
+    return builder.inttoptr(builder.add(address, I64(offset)), pointee.as_pointer())
+
+
+def emit_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for a cache line that will be read soon; one that does not exist does no harm."""
+    function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
+    read, keep, data = I32(0), I32(3), I32(1)
+    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), read, keep, data])
+
+
+def emit_barrier(builder: ir.IRBuilder) -> None:
+    """Let the compiler move no access to memory from here on to before; no instruction."""
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+
+
 def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """e^x of a float32 or a vector of them; see `exp_f32`."""
     float_type = x.type

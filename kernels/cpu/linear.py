@@ -17,27 +17,32 @@ from typing import Any
 
 import numpy as np
 from numba import carray
-from numpy.typing import NDArray
 
 from shardline.kernels.cpu.activation import activate
+from shardline.kernels.cpu.blocks import (
+    BITS,
+    CHANNELS,
+    FIRST,
+    GATE_SUMS,
+    GATE_TOTALS,
+    GROUP_SIZE,
+    GROUPS,
+    HALF_SCALES,
+    MINIMUM,
+    ORDER,
+    PART_WORDS,
+    ROW_CHUNK,
+    SCALE,
+    UP_SUMS,
+    UP_TOTALS,
+    WORKSPACE_BYTES,
+    Q,
+    block_totals,
+    have_equal_sums,
+)
 from shardline.kernels.cpu.intrinsics import float64_of_bits, fma, half_to_float, pointer
 from shardline.kernels.cpu.jit import jit, operation
-from shardline.kernels.cpu.microkernel import HALF, PASS_BYTES, ROW_TILE, accumulate
-from shardline.kernels.cpu.resident import LANES, Matrix
-
-ROW_CHUNK = 64
-"""Rows that share one unpacking of a group: their totals (16 KiB) and the unpacked group stay in the nearest cache."""
-
-# A matrix part as int64 words: addresses of q, scale and minimum; bits, group size, groups, first channel, channels,
-# whether scales are float16, address of the columns' order (0: that of the channels).
-PART_WORDS = 10
-_Q, _SCALE, _MINIMUM, _BITS, _GROUP_SIZE, _GROUPS, _FIRST, CHANNELS, _HALF, ORDER = range(PART_WORDS)
-
-# Byte offsets in a thread's workspace.
-GATE_TOTALS = 0
-UP_TOTALS = 4 * ROW_CHUNK * LANES
-WORKSPACE_BYTES = 2 * UP_TOTALS
-"""Scratch of one thread."""
+from shardline.kernels.cpu.resident import LANES
 
 
 def tasks(channels: int, rows: int) -> int:
@@ -48,76 +53,6 @@ def tasks(channels: int, rows: int) -> int:
 def task_work(inputs: int, rows: int) -> int:
     """About how many multiply-adds a task takes."""
     return LANES * inputs * min(rows, ROW_CHUNK)
-
-
-def describe(matrix: Matrix) -> NDArray[np.int64]:
-    """int64 [parts, words]: what the compiled code knows of a matrix."""
-    words = [
-        (
-            part.q.ctypes.data,
-            part.scale.ctypes.data,
-            part.minimum.ctypes.data,
-            part.bits,
-            part.group_size,
-            matrix.inputs // part.group_size,
-            part.first,
-            part.channels,
-            part.scale.dtype == np.float16,
-            0 if part.order is None else part.order.ctypes.data,
-        )
-        for part in matrix.parts
-    ]
-    return np.array(words, np.int64)
-
-
-@jit
-def block_totals(part: Any, block: int, x: int, x_stride: int, ids: int, rows: int, totals: int) -> None:
-    """totals float32 [rows, 64] = rows of x times the block's channels.
-
-    ids is the address of int64 [rows], which rows of x; or 0: the first ones.
-    """
-    full = rows - rows % ROW_TILE
-    if full:
-        _tile_totals(part, block, x, x_stride, ids, 0, full, ROW_TILE, totals)
-    if full < rows:
-        _tile_totals(part, block, x, x_stride, ids, full, rows, rows - full, totals)
-
-
-@jit
-def _tile_totals(
-    part: Any, block: int, x: int, x_stride: int, ids: int, first: int, end: int, tile: int, totals: int
-) -> None:
-    """`block_totals` of the rows from first to end, `tile` at a time."""
-    groups, group_size, bits, half = part[_GROUPS], part[_GROUP_SIZE], part[_BITS], part[_HALF]
-    scale_bytes = 4 - 2 * half
-    last = end - 1
-    for channel in range(0, HALF, PASS_BYTES[tile]):
-        q = part[_Q] + block * groups * group_size * 8 * bits + channel
-        scale = part[_SCALE] + (block * groups * LANES + channel) * scale_bytes
-        minimum = part[_MINIMUM] + (block * groups * LANES + channel) * scale_bytes
-        for row in range(first, end, tile):
-            accumulate(
-                bits,
-                tile,
-                q,
-                scale,
-                minimum,
-                half,
-                _row_of(x, x_stride, ids, row),
-                _row_of(x, x_stride, ids, min(row + 1, last)),
-                _row_of(x, x_stride, ids, min(row + 2, last)),
-                _row_of(x, x_stride, ids, min(row + 3, last)),
-                totals + 4 * (row * LANES + channel),
-                groups,
-                group_size,
-            )
-
-
-@jit
-def _row_of(x: int, x_stride: int, ids: int, row: int) -> int:
-    if ids:
-        row = carray(pointer(ids + 8 * row), (1,), np.int64)[0]
-    return x + 4 * row * x_stride
 
 
 @jit
@@ -155,7 +90,7 @@ def linear(worker: int, share: int, num_shares: int, record: int) -> None:
     part = carray(pointer(words[0]), (PART_WORDS,), np.int64)
     x, inputs, out_stride, rows, accumulate = words[1], words[2], words[4], words[5], words[7]
     workspace = words[8] + worker * WORKSPACE_BYTES
-    first, channels = part[_FIRST], part[CHANNELS]
+    first, channels = part[FIRST], part[CHANNELS]
     out = carray(pointer(words[3]), (rows, out_stride), np.float32)
     bias = carray(pointer(words[6]), (first + channels,), np.float32)
     has_bias = words[6] != 0
@@ -163,12 +98,14 @@ def linear(worker: int, share: int, num_shares: int, record: int) -> None:
     blocks = (channels + LANES - 1) // LANES
     chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
     task, end = range_of(share, num_shares, blocks * chunks)
+    summed = -1
     while task < end:
         chunk, block = task // blocks, task % blocks
         row = chunk * ROW_CHUNK
         count = min(rows - row, ROW_CHUNK)
         x_chunk = x + 4 * row * inputs
-        block_totals(part, block, x_chunk, inputs, 0, count, workspace + GATE_TOTALS)
+        block_totals(part, block, x_chunk, inputs, 0, count, workspace, GATE_TOTALS, GATE_SUMS, summed == chunk)
+        summed = chunk
         lanes = min(channels - block * LANES, LANES)
         channel = first + block * LANES
         for i in range(count):
@@ -197,12 +134,18 @@ def gated_linear(worker: int, share: int, num_shares: int, record: int) -> None:
     blocks = (channels + LANES - 1) // LANES
     chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
     task, end = range_of(share, num_shares, blocks * chunks)
+    alike = have_equal_sums(gate, up, x_gate, x_up)
+    up_sums = GATE_SUMS if alike else UP_SUMS
+    summed = -1
     while task < end:
         chunk, block = task // blocks, task % blocks
         row = chunk * ROW_CHUNK
         count = min(rows - row, ROW_CHUNK)
-        block_totals(gate, block, x_gate + 4 * row * inputs, inputs, 0, count, workspace + GATE_TOTALS)
-        block_totals(up, block, x_up + 4 * row * inputs, inputs, 0, count, workspace + UP_TOTALS)
+        skipped = 4 * row * inputs
+        known = summed == chunk
+        block_totals(gate, block, x_gate + skipped, inputs, 0, count, workspace, GATE_TOTALS, GATE_SUMS, known)
+        block_totals(up, block, x_up + skipped, inputs, 0, count, workspace, UP_TOTALS, up_sums, known or alike)
+        summed = chunk
         lanes = min(channels - block * LANES, LANES)
         channel = block * LANES
         gate_bias = bias + 4 * channel if bias else 0
@@ -257,9 +200,9 @@ def embedding(worker: int, share: int, num_shares: int, record: int) -> None:
         found = False
         for index in range(words[1]):
             part = parts[index]
-            if part[_FIRST] <= token < part[_FIRST] + part[CHANNELS]:
+            if part[FIRST] <= token < part[FIRST] + part[CHANNELS]:
                 found = True
-                _read_channel(part, token - part[_FIRST], factor, out[row])
+                _read_channel(part, token - part[FIRST], factor, out[row])
         if not found:
             for k in range(inputs):
                 out[row, k] = np.nan
@@ -269,17 +212,17 @@ def embedding(worker: int, share: int, num_shares: int, record: int) -> None:
 def _read_channel(part: Any, channel: int, factor: float, out: Any) -> None:
     """out[k] = factor times what scale * q + minimum of one channel rounds to."""
     block, lane = channel // LANES, channel % LANES
-    groups, group_size, bits = part[_GROUPS], part[_GROUP_SIZE], part[_BITS]
+    groups, group_size, bits = part[GROUPS], part[GROUP_SIZE], part[BITS]
     bytes_per_k = 8 * bits
     q = carray(
-        pointer(part[_Q] + block * groups * group_size * bytes_per_k), (groups * group_size, bytes_per_k), np.uint8
+        pointer(part[Q] + block * groups * group_size * bytes_per_k), (groups * group_size, bytes_per_k), np.uint8
     )
     place = block * groups * LANES + lane
     order = carray(pointer(part[ORDER]), (groups * group_size,), np.int32)
     for group in range(groups):
         index = place + group * LANES
-        scale = _read_scale(part[_SCALE], part[_HALF], index)
-        minimum = _read_scale(part[_MINIMUM], part[_HALF], index)
+        scale = _read_scale(part[SCALE], part[HALF_SCALES], index)
+        minimum = _read_scale(part[MINIMUM], part[HALF_SCALES], index)
         for k in range(group * group_size, (group + 1) * group_size):
             if bits == 8:
                 integer = q[k, lane]

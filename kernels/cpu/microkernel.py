@@ -1,9 +1,10 @@
 """The inner loops of products with resident integers, written as LLVM vectors whose lanes are output channels.
 
 A kernel computes one pass of a block for a tile of rows: the channels of so many bytes of 4-bit integers, as many low
-as high nibbles. On machines with AVX-512 a pass is the whole block of 64 channels. On others the fewer the rows, the
-wider: eight vectors of sums fill the registers, and fewer than that wait for each other, because each sum is one chain
-of fused multiply-adds. The order of operations in a lane is `linear.py`'s contract whatever the pass and the tile.
+as high nibbles. On machines with AVX-512 a pass is the whole block of 64 channels. On others these kernels are for one
+to three rows, `panel.py` for more; and the fewer the rows, the wider a pass: eight vectors of sums fill the registers,
+and fewer than that wait for each other, because each sum is one chain of fused multiply-adds. The order of operations
+in a lane is `linear.py`'s contract whatever the pass and the tile.
 Arguments are addresses and counts, all int64.
 """
 
@@ -16,30 +17,41 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from shardline.kernels.cpu.intrinsics import F16, F32, I8, I32, I64, emit_fma, splat
+from shardline.kernels.cpu.intrinsics import (
+    F16,
+    F32,
+    I8,
+    I32,
+    I64,
+    emit_address,
+    emit_fma,
+    emit_pointer,
+    emit_prefetch,
+    splat,
+)
 from shardline.kernels.cpu.jit import target_features
 from shardline.kernels.cpu.resident import ALIGNMENT, LANES
 
 HALF = LANES // 2
 """Channels between those of a byte's low and high nibble."""
 
-ROW_TILE = 4
+WIDE = "avx512f" in target_features()
+
+ROW_TILE = 4 if WIDE else 3
 """The most rows whose sums are held in registers at once."""
 
-_WIDE = "avx512f" in target_features()
-
-VECTOR = HALF if _WIDE else 8
+VECTOR = HALF if WIDE else 8
 """Lanes that are loaded at once. LLVM splits what the machine does not have, but then unpacks all bytes before it
 widens them, which takes more shuffles than to widen while loading."""
 
-PASS_BYTES = (0, HALF, HALF, HALF, HALF) if _WIDE else (0, 32, 16, 8, 8)
+PASS_BYTES = (0, HALF, HALF, HALF, HALF) if WIDE else (0, 32, 16, 8)
 """By the rows of a tile; multiples of VECTOR."""
 
-_UNROLL = (0, 4, 4, 4, 4) if _WIDE else (0, 1, 1, 4, 4)
+_UNROLL = (0, 4, 4, 4, 4) if WIDE else (0, 1, 1, 4)
 """Columns at a time, by the rows of a tile: with more, LLVM moves loads up until sums no longer fit the registers.
 Every group size is a multiple."""
 
-_AHEAD = 0 if _WIDE else 2048
+AHEAD = 0 if WIDE else 2048
 """Bytes of weights, if any, that are fetched ahead of their use: processors do so by themselves, but only to the end of
 a page of memory. Tuned on Zen 2, where products of weights that come from memory take a quarter less time with it."""
 
@@ -91,7 +103,7 @@ def _emit_accumulate(builder: ir.IRBuilder, rows: int, bits: int, args: list[ir.
     scale_bytes = builder.select(is_half, I64(2 * LANES), I64(4 * LANES))
 
     def total_place(row: int, channel: int) -> ir.Value:
-        return _pointer(builder, totals, wide, 4 * (LANES * row + channel))
+        return emit_pointer(builder, totals, wide, 4 * (LANES * row + channel))
 
     for row in range(rows):
         for channel in channels:
@@ -107,12 +119,12 @@ def _emit_accumulate(builder: ir.IRBuilder, rows: int, bits: int, args: list[ir.
             base = builder.add(first_k, builder.mul(k_loop.index, I64(_UNROLL[rows])))
             for step in range(_UNROLL[rows]):
                 k = builder.add(base, I64(step))
-                column = _at(builder, weights, k, column_bytes)
-                if _AHEAD and step * column_bytes % ALIGNMENT == 0:
-                    _prefetch(builder, builder.add(column, I64(_AHEAD)))
+                column = emit_address(builder, weights, k, column_bytes)
+                if AHEAD and step * column_bytes % ALIGNMENT == 0:
+                    emit_prefetch(builder, builder.add(column, I64(AHEAD)))
                 weight = _load_integers(builder, column, bits, channels)
                 for row in range(rows):
-                    scalar = builder.load(_pointer(builder, _at(builder, x_rows[row], k, 4), F32), align=4)
+                    scalar = builder.load(emit_pointer(builder, emit_address(builder, x_rows[row], k, 4), F32), align=4)
                     builder.store(builder.fadd(builder.load(sums[row]), scalar), sums[row])
                     value = splat(builder, scalar, VECTOR)
                     for place, integers in zip(products[row], weight, strict=True):
@@ -132,29 +144,12 @@ def _emit_accumulate(builder: ir.IRBuilder, rows: int, bits: int, args: list[ir.
                             builder.store(emit_fma(builder, addend, group_sum, total), place, align=4)
 
 
-def _at(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stride: int) -> ir.Value:
-    """address + index * stride."""
-    return builder.add(address, builder.mul(index, I64(stride)))
-
-
-def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset: int = 0) -> ir.Value:
-    return builder.inttoptr(builder.add(address, I64(offset)), pointee.as_pointer())
-
-
-def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for a cache line that will be read soon; one that does not exist does no harm."""
-    function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
-    read, keep, data = I32(0), I32(3), I32(1)
-    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), read, keep, data])
-
-
 def _load_integers(builder: ir.IRBuilder, address: ir.Value, bits: int, channels: list[int]) -> list[ir.Value]:
     """The integers of one k as floats, of the vectors that start at these channels."""
     spread = ir.VectorType(I32, VECTOR)
 
     def load(offset: int) -> ir.Value:
-        place = _pointer(builder, address, ir.VectorType(I8, VECTOR), offset)
+        place = emit_pointer(builder, address, ir.VectorType(I8, VECTOR), offset)
         return builder.zext(builder.load(place, align=8), spread)
 
     if bits == 8:
@@ -170,6 +165,6 @@ def _load_integers(builder: ir.IRBuilder, address: ir.Value, bits: int, channels
 def _load_scales(builder: ir.IRBuilder, address: ir.Value, stored: ir.Type, channel: int) -> ir.Value:
     """A group's scales or minimums as floats, of the vector that starts at this channel."""
     size = 2 if stored is F16 else 4
-    place = _pointer(builder, address, ir.VectorType(stored, VECTOR), size * channel)
+    place = emit_pointer(builder, address, ir.VectorType(stored, VECTOR), size * channel)
     loaded = builder.load(place, align=size)
     return builder.fpext(loaded, ir.VectorType(F32, VECTOR)) if stored is F16 else loaded

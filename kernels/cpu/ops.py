@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.kernels.backend import Backend
+from shardline.kernels.cpu.blocks import WORKSPACE_BYTES
 from shardline.kernels.cpu.commands import CommandList
 from shardline.kernels.cpu.jit import Operation
-from shardline.kernels.cpu.linear import WORKSPACE_BYTES
 from shardline.kernels.cpu.resident import aligned_empty
 
 SHARES_A_THREAD = 2

@@ -12,6 +12,7 @@ from shardline.kernels import checks
 from shardline.kernels.backend import Array, Weight
 from shardline.kernels.cpu import linear
 from shardline.kernels.cpu.activation import CODES
+from shardline.kernels.cpu.blocks import describe
 from shardline.kernels.cpu.commands import address, row_address
 from shardline.kernels.cpu.ops import SPAN_ROWS, CpuOps, spans
 from shardline.kernels.cpu.resident import GatedMatrix, Matrix, pack, pack_gated
@@ -53,11 +54,11 @@ class ProductOps(CpuOps):
 
     def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
         matrix = pack(parts)
-        return self._keep(CpuWeight(matrix, linear.describe(matrix)))
+        return self._keep(CpuWeight(matrix, describe(matrix)))
 
     def load_gated(self, gate: GroupedMatrix, up: GroupedMatrix) -> Weight:
         pair = pack_gated(gate, up)
-        return self._keep(CpuWeight(pair, np.concatenate([linear.describe(pair.gate), linear.describe(pair.up)])))
+        return self._keep(CpuWeight(pair, np.concatenate([describe(pair.gate), describe(pair.up)])))
 
     def linear(
         self, x: Array, weight: Weight, out: Array, rows: int, *, bias: Array | None = None, accumulate: bool = False

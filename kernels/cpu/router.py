@@ -18,9 +18,10 @@ import numpy as np
 from numba import carray
 
 from shardline.kernels.cpu import simd
+from shardline.kernels.cpu.blocks import WORKSPACE_BYTES
 from shardline.kernels.cpu.intrinsics import bits_of_float32, exp_f32, float64_of_bits, fma, pointer
 from shardline.kernels.cpu.jit import jit, operation
-from shardline.kernels.cpu.linear import WORKSPACE_BYTES, range_of
+from shardline.kernels.cpu.linear import range_of
 from shardline.kernels.cpu.simd import LANES
 
 SCORINGS: Final[dict[Literal["softmax", "sigmoid", "softmax_of_chosen"], int]] = {

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shardline.kernels import GROUP_SIZES, Backend, GroupedMatrix, Weight
+from shardline.kernels.cpu.panel import SUM_GROUPS
 
 MakeBackend = Callable[[int], Backend]
 MakeMatrix = Callable[..., GroupedMatrix]
@@ -118,10 +119,10 @@ def test_keeps_the_order_contract_bit_for_bit(
     matrix = random_matrix(70, 3 * group_size, bits=bits, group_size=group_size, dtype=dtype)
     backend = cpu(1)
     weight = backend.load_matrix([matrix])
-    x = rows_of(7, 3 * group_size)
+    x = rows_of(12, 3 * group_size)
     expected = contract(x, matrix)
-    # A tile of rows has its own code for each number of them.
-    for rows in range(1, 8):
+    # A tile of rows has its own code for each number of them, and a first one more.
+    for rows in range(1, 13):
         np.testing.assert_array_equal(run_linear(backend, weight, x[-rows:], 70), expected[-rows:])
 
 
@@ -141,6 +142,18 @@ def test_a_row_has_the_same_bits_in_every_batch_at_every_place_on_any_threads(
         for rows in ROW_COUNTS:
             order = np.roll(np.arange(len(x)), 7 * rows)[:rows]
             np.testing.assert_array_equal(run_linear(backend, weight, x[order], channels), alone[order])
+
+
+@pytest.mark.parametrize("rows", [4, 67])
+def test_more_groups_than_sums_of_x_are_kept_for(cpu: MakeBackend, random_matrix: MakeMatrix, rows: int) -> None:
+    """The sums of x over each group are kept from block to block, but not without end: the first are wanted again."""
+    inputs = 16 * (SUM_GROUPS + 3)
+    matrix = random_matrix(130, inputs, group_size=16)
+    backend = cpu(1)
+    weight = backend.load_matrix([matrix])
+    x = rows_of(rows, inputs)
+    alone = np.concatenate([run_linear(backend, weight, x[row : row + 1], 130) for row in range(rows)])
+    np.testing.assert_array_equal(run_linear(backend, weight, x, 130), alone)
 
 
 @pytest.mark.parametrize("rows", [1, 64])
