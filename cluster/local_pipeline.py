@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardline.cluster.errors import EngineDeadError, StageLostError
+from shardline.cluster.last_tokens import LastTokens
 from shardline.cluster.pipeline import StageStats
 from shardline.cluster.stage_thread import StageThread
 from shardline.cluster.step_times import StepTimes
@@ -86,6 +87,8 @@ class LocalPipeline:
         self._finisher: StageThread | None = None
         # Of those, the ones that it may still wait for; the worker thread's own.
         self._begun: deque[Future[None]] = deque()
+        # Where one stage embeds and another samples.
+        self._last_tokens = LastTokens() if len(self._specs) > 1 else None
         # Lost stages that still hold their memory.
         self._dead: deque[_Slot] = deque()
         self._hangs = False
@@ -221,6 +224,7 @@ class LocalPipeline:
             return
         try:
             self._raise_if_lost()
+            plan = self._filled_in(plan)
             hidden = None
             for index in range(len(self._slots) - 1):
                 hidden = self._run(index, plan, hidden)
@@ -231,6 +235,16 @@ class LocalPipeline:
             self._run_last(plan, hidden, result)
         except BaseException as error:
             result.set_exception(error)
+
+    def _filled_in(self, plan: StepPlan) -> StepPlan:
+        """With the tokens of a step before, for which it may have to wait."""
+        if self._last_tokens is None:
+            return plan
+        filled = self._last_tokens.fill_in(plan)
+        if filled is None:
+            self._raise_if_lost()
+        assert filled is not None, "no more tokens come, though no stage was lost"
+        return filled
 
     def _run(self, index: int, plan: StepPlan, hidden: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
         slot, pending = self._begin(index, plan, hidden)
@@ -273,6 +287,8 @@ class LocalPipeline:
         for slot in self._slots:
             assert slot is not None
             slot.stage.reset()
+        if self._last_tokens is not None:
+            self._last_tokens = LastTokens()
         self._lost = None
 
     def _close_dead(self) -> None:
@@ -303,6 +319,8 @@ class LocalPipeline:
                 self._raise_if_lost()
             slot.times.finish(plan.num_tokens)
             assert output.result is not None, "the last stage gave no result"
+            if self._last_tokens is not None and output.result.tokens:
+                self._last_tokens.arrive(plan.step_id, [token.token_id for token in output.result.tokens])
         except BaseException as error:
             result.set_exception(error)
         else:
@@ -313,6 +331,8 @@ class LocalPipeline:
         lost = StageLostError(index, "".join(traceback.format_exception(error)))
         if self._lost is None:
             self._lost = lost
+        if self._last_tokens is not None:
+            self._last_tokens.close()
         # Its steps may fail one after the other.
         if self._slots[index] is slot:
             self._slots[index] = None

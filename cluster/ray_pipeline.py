@@ -190,15 +190,27 @@ class RayPipeline:
         engine_node = ray.get_runtime_context().get_node_id()
         upstream = [engine_node, *nodes]
         self._link = link = self._new_link(LOOPBACK if nodes[-1] == engine_node else host_address())
-        addresses: list[tuple[str, int]] = await all_of(
-            self._fleet.control(p, "listen", self._key, self._epoch, nodes[p.stage] == upstream[p.stage])
+        last = len(processes) - 1
+        addresses = await all_of(
+            self._fleet.control(
+                p,
+                "listen",
+                self._key,
+                self._epoch,
+                nodes[p.stage] == upstream[p.stage],
+                nodes[0] == nodes[last] if p.stage == 0 < last else None,
+            )
             for p in processes
         )
-        following = [*addresses[1:], link.address]
+        (first, for_tokens), *behind = addresses
+        following = [*(address for address, _ in behind), link.address]
         await all_of(
             [
-                *(self._fleet.control(p, "connect", following[p.stage]) for p in processes),
-                _open(link, addresses[0], seconds),
+                *(
+                    self._fleet.control(p, "connect", following[p.stage], for_tokens if p.stage == last else None)
+                    for p in processes
+                ),
+                _open(link, first, seconds),
             ]
         )
         self._raise_if_lost()

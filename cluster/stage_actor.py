@@ -126,14 +126,18 @@ class StageActor:
         self._plan_hash = plan_hash(specs, identity)
         return self._loaded.identity
 
-    def listen(self, key: bytes, epoch: int, from_this_host: bool) -> tuple[str, int]:
-        """Begin an epoch: forget every sequence and wait for the stage before. Raises TransportError."""
-        host = LOOPBACK if from_this_host else host_address()
-        return self._ready_worker().listen(host, Credentials(key, epoch, self._plan_hash))
+    def listen(
+        self, key: bytes, epoch: int, from_this_host: bool, last_on_this_host: bool | None = None
+    ) -> tuple[tuple[str, int], tuple[str, int] | None]:
+        """Begin an epoch: forget every sequence and wait for the stage before, and on the first of several stages for
+        the last one too. Returns both addresses. Raises TransportError."""
+        worker = self._ready_worker()
+        address = worker.listen(_host(from_this_host), Credentials(key, epoch, self._plan_hash))
+        return address, None if last_on_this_host is None else worker.listen_for_tokens(_host(last_on_this_host))
 
-    def connect(self, address: tuple[str, int]) -> None:
-        """Connect to the next stage. Raises TransportError."""
-        self._ready_worker().connect(address)
+    def connect(self, address: tuple[str, int], first: tuple[str, int] | None = None) -> None:
+        """Connect to the next stage, and the last one to the first. Raises TransportError."""
+        self._ready_worker().connect(address, first)
 
     def sentinel(self) -> None:
         """Never returns: its reference fails when this process dies."""
@@ -165,6 +169,10 @@ class StageActor:
     def _ready_worker(self) -> StageWorker:
         assert self._worker is not None, "load first"
         return self._worker
+
+
+def _host(from_this_host: bool) -> str:
+    return LOOPBACK if from_this_host else host_address()
 
 
 def host_address() -> str:

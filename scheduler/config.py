@@ -32,10 +32,10 @@ class SchedulerConfig:
         vocab_size: For checking token ids.
         priority_span: A request is overtaken by at most this many later requests for each priority that they are ahead
             of it, so that a steady stream of urgent requests does not starve the others.
-        ahead: Plan a sequence's next token while the one before is still being sampled (see `plan.AHEAD`). Only for a
-            pipeline of one stage, which has embedding and head on one device; with a depth of 2 the stage always has a
-            step to go on with. All that decode are in each plan then, and where one of them cannot be, no plan is made
-            while another is in flight: `min_microbatch` says nothing.
+        ahead: Plan a sequence's next token while the one before is still being sampled (see `plan.AHEAD`), so that the
+            first stage has its next step when the last one ends its own. One of the `depth` plans is for that, the
+            others are slots: 2 for one stage, one more than stages that each have a device. All of a group are in its
+            plan then, and where one of them cannot be, no plan is made while every slot is taken.
 
     Raises:
         InvalidParameterError: a value is out of range; names the field, the value and what is allowed.

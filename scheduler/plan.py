@@ -19,8 +19,9 @@ from shardline.scheduler.params import SamplingParams
 AHEAD = -1
 """In place of a token id: the token that this sequence samples in a plan before, whose result has not come yet.
 
-Only a scheduler with `SchedulerConfig.ahead` plans so, and only in a run of exactly one token: the stage, which has the
-embedding and samples, takes the token from what it chose for the sequence last."""
+Only a scheduler with `SchedulerConfig.ahead` plans so, and only in a run of exactly one token. A stage that has both
+the embedding and the head takes it from what it chose for the sequence last; of several stages the last one tells it to
+the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The central continuous-batching scheduler: three verbs, `add`, `schedule`, `update` (and `abort`).
 
 A conductor over small managers: `WaitingQueue` (order), `BlockPool` (who holds which block), `PrefixCache` (which
-blocks keep which tokens), `Sequence` (how far one sequence is), `fair_share` (how many sequences a plan takes),
-`Suspects` (who may have killed a stage). A sequence is always in exactly one of
+blocks keep which tokens), `Sequence` (how far one sequence is), `Slots` (how many sequences a plan takes), `Suspects`
+(who may have killed a stage). A sequence is always in exactly one of
 
     waiting       in the queue; holds no blocks; the stages do not know it
     ready         one token is not computed yet: the one that was sampled last, or the last of a prompt
@@ -10,9 +10,11 @@ blocks keep which tokens), `Sequence` (how far one sequence is), `fair_share` (h
     sampling      everything is computed or in flight, and its next token is not known yet
     ahead         sampling, and that next token is in flight too: the plan says `AHEAD` in its place
 
-and runs in the last four. A plan takes ready sequences first, then chunks, then admits from the queue. With
-`SchedulerConfig.ahead` it takes those that are sampling along with the ready ones, so that the stage has a next step
-when it ends one; where that would leave somebody behind, or preempt somebody, the next plan waits for a result.
+and runs in the last four. A plan takes ready sequences first, then chunks, then admits from the queue. Decoding
+sequences go in groups, one for each slot of the pipeline, and a group's plans take turns with the others'. With
+`SchedulerConfig.ahead` there is one plan more than slots: when each has its plan, the next one takes those whose turn
+comes next, though they are sampling, so that the first stage has that step when their tokens come. Where it would leave
+somebody behind, or preempt somebody, it waits for a result.
 
 One order rules all: a sequence's rank, by arrival and priority. The queue is sorted by it; who lacks a block takes the
 blocks of the running sequence that ranks last, never of one that ranks before itself. So the first in rank always makes
@@ -22,7 +24,6 @@ progress, and everybody becomes the first in the end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 
 from shardline.scheduler import integrity
 from shardline.scheduler.admission import victims_of
@@ -30,7 +31,7 @@ from shardline.scheduler.block_pool import BlockPool
 from shardline.scheduler.config import SchedulerConfig
 from shardline.scheduler.errors import InvalidParameterError, QueueFullError
 from shardline.scheduler.limits import check_request, most_tokens
-from shardline.scheduler.microbatch import Draft, InFlight, all_that_decode, fair_share
+from shardline.scheduler.microbatch import Draft, InFlight, Slots, whose_turn
 from shardline.scheduler.plan import StepPlan, StepResult
 from shardline.scheduler.prefix import PrefixCache
 from shardline.scheduler.request import NewRequest, SchedulerStats, SequenceUpdate
@@ -56,6 +57,7 @@ class Scheduler:
         self._ready: dict[int, Sequence] = {}  # in the order in which they became ready
         self._catching_up: dict[int, Sequence] = {}
         self._in_flight: deque[InFlight] = deque()
+        self._slots = Slots(config, self._in_flight)
         self._suspects = Suspects()
         self._forget: list[int] = []
         self._arrivals = 0
@@ -104,15 +106,18 @@ class Scheduler:
                 return None
             if self._take_suspect(draft):
                 return self._issue(draft)
+        if self._slots.are_free(self._num_active):
+            self._take_ready(draft)
+            self._take_others(draft)
+            rows = self.config.max_step_tokens - draft.budget
+            if rows:
+                too_thin = self._in_flight and rows < self.config.min_microbatch
+                return None if too_thin else self._issue(draft)
         if self.config.ahead and self._in_flight:
             ahead = Draft(self.config.max_step_tokens, ahead=True)
-            return self._issue(ahead) if self._take_all(ahead) else None
-        self._take_ready(draft)
-        self._take_others(draft)
-        rows = self.config.max_step_tokens - draft.budget
-        if rows == 0 or (self._in_flight and rows < self.config.min_microbatch):
-            return None
-        return self._issue(draft)
+            if self._take_turn(ahead):
+                return self._issue(ahead)
+        return None
 
     def update(self, result: StepResult) -> list[SequenceUpdate]:
         """Take a result, in the order of the plans."""
@@ -251,8 +256,7 @@ class Scheduler:
         return self._reserve(sequence, min(sequence.lag, self.config.prefill_chunk, draft.budget), draft)
 
     def _take_ready(self, draft: Draft) -> None:
-        num_decoding = len(self._running) - len(self._catching_up)
-        share = self._share(num_decoding, (len(plan.sampling) for plan in self._in_flight))
+        share = self._decoding_share()
         for sequence in list(self._ready.values()):
             if len(draft.counts) == share or draft.budget == 0:
                 return
@@ -260,12 +264,13 @@ class Scheduler:
             if sequence.seq_id in self._ready:
                 self._reserve(sequence, 1, draft)
 
-    def _take_all(self, draft: Draft) -> bool:
-        """Draft a plan ahead, with all that decode; False when none is to be made now.
+    def _take_turn(self, draft: Draft) -> bool:
+        """Draft a plan ahead, with those whose turn it is; False when none is to be made now.
 
         The blocks that it took before it found that stay with their sequences, which will need them.
         """
-        decoding = all_that_decode(self._running.values())
+        before = self._slots.before(self._num_active)
+        decoding = whose_turn(self._ready.values(), before, self._decoding_share())
         if decoding is None or len(decoding) > draft.budget:
             return False
         if not all(self._reserve(sequence, 1, draft) for sequence in decoding):
@@ -281,8 +286,7 @@ class Scheduler:
 
     def _chunk_share(self, draft: Draft) -> int:
         """How many sequences may have chunks in this plan: as the queue enters, it is spread over the plans too."""
-        active = len(self._running) + min(len(self._waiting), self.config.max_sequences - len(self._running))
-        share = self._share(active, (plan.size for plan in self._in_flight))
+        share = self._slots.share(self._num_active, lambda plan: plan.size)
         return max(1, share - len(draft.counts))
 
     def _take_chunks(self, draft: Draft, at_most: int) -> int:
@@ -295,10 +299,13 @@ class Scheduler:
                 taken += self._reserve(sequence, count, draft)
         return taken
 
-    def _share(self, active: int, in_flight: Iterator[int]) -> int:
-        # Plans ahead have everybody in them: the slots are one after the other in time, not beside each other.
-        depth = 1 if self.config.ahead else self.config.depth
-        return fair_share(active, depth, self.config.min_microbatch, in_flight)
+    @property
+    def _num_active(self) -> int:
+        """Sequences that run, and those of the queue that may."""
+        return len(self._running) + min(len(self._waiting), self.config.max_sequences - len(self._running))
+
+    def _decoding_share(self) -> int:
+        return self._slots.share(len(self._running) - len(self._catching_up), lambda plan: len(plan.sampling))
 
     def _reserve(self, sequence: Sequence, count: int, draft: Draft) -> bool:
         """Draft `count` tokens of a running sequence, with their blocks; False when it must wait for blocks."""
@@ -332,6 +339,7 @@ class Scheduler:
             runs.append(run)
             sequence.known_blocks = len(sequence.table)
             sequence.num_computed = first + count
+            sequence.last_step = self._next_step_id
             if sequence.lag >= 0 and first // block_size != sequence.num_computed // block_size:
                 self._prefixes.publish(sequence, first)
             self._sort_in(sequence)

@@ -83,6 +83,7 @@ class Sequence:
         awaits: A chain hash that another sequence is about to publish, and that this one waits for.
         was_preempted: It ran before.
         cached_tokens: Prompt tokens found in the cache at its first admission; None before.
+        last_step: The id of the last plan that it is in; -1 before the first.
         losses: How often it was in flight when a stage was lost, since its last token.
     """
 
@@ -100,6 +101,7 @@ class Sequence:
     awaits: int | None = None
     was_preempted: bool = False
     cached_tokens: int | None = None
+    last_step: int = -1
     losses: int = 0
 
     @classmethod

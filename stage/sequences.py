@@ -35,8 +35,9 @@ class Limits:
         max_step_tokens: The most rows of one step.
         max_sequences: The most sequences known at once.
         vocab_size: Token ids lie below it.
-        keeps_histories: The stage samples, and so keeps the tokens that penalties look at, and of each sequence the one
-            that it chose last, which a plan may call `AHEAD`.
+        keeps_histories: The stage samples, and so keeps the tokens that penalties look at.
+        takes_ahead: A plan may call a token `AHEAD`: the stage has no embedding, or chose the token itself. Of several
+            stages the first one is told it.
     """
 
     num_blocks: int
@@ -47,6 +48,7 @@ class Limits:
     max_sequences: int
     vocab_size: int
     keeps_histories: bool
+    takes_ahead: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class CheckedPlan:
         freed: Rows of the forgotten ones.
         num_started: Of the free rows, how many from the end are taken.
         step: The step's rows. Among `token_ids`, -1 - r stands for the token that was chosen last for the sequence in
-            row r of the table.
+            row r of the table; where the stage has no embedding, no id is looked at.
     """
 
     rows: Numbers
@@ -101,7 +103,7 @@ class SequenceTable:
         self._positions = np.zeros(self._num_rows, np.int64)
         # Whether its next run may say AHEAD: its last one sampled.
         self._may_run_ahead = np.zeros(self._num_rows, np.bool_)
-        # Whether its tokens can be chosen here before the host knows the last one.
+        # Whether a token can be chosen before the host knows the one before it.
         self._is_free_of_history = np.zeros(self._num_rows, np.bool_)
         self.sampling = SamplingTable(self._num_rows) if limits.keeps_histories else None
         self.clear()
@@ -192,7 +194,7 @@ class SequenceTable:
         self._num_blocks[row] = len(start.block_ids)
         self._positions[row] = _NOT_RUN
         self._may_run_ahead[row] = False
-        self._is_free_of_history[row] = self.sampling is not None and not start.params.needs_history
+        self._is_free_of_history[row] = limits.takes_ahead and not start.params.needs_history
         if self.sampling is not None:
             self.sampling.write(row, start)
 

@@ -109,6 +109,7 @@ class Stage:
             max_sequences=spec.max_sequences,
             vocab_size=checkpoint.spec.vocab_size,
             keeps_histories=spec.has_head,
+            takes_ahead=spec.has_head or not spec.has_embed,
         )
         self._sequences = SequenceTable(limits)
         self._next_step: int | None = None

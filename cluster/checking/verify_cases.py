@@ -18,7 +18,7 @@ class Case:
         block_size: Tokens a block.
         prefill_chunk: The most prompt tokens of a sequence in a step; None for whole prompts.
         batch: Sequences at once.
-        warm: Prompts' prefixes are in the cache. With one stage the plans are also made one step ahead then.
+        warm: Prompts' prefixes are in the cache. The plans are also made one step ahead then.
         preempted: The pool is so small that sequences are preempted and recomputed.
         seeded: Sampled with penalties (not where plans are made ahead) and filters; otherwise greedy.
     """
@@ -34,7 +34,7 @@ class Case:
     @property
     def ahead(self) -> bool:
         """Whether a sequence's next token is planned while the one before is being sampled: see `SchedulerConfig`."""
-        return len(self.split) == 1 and self.warm
+        return self.warm
 
 
 @dataclass(frozen=True, slots=True)

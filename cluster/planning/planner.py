@@ -22,14 +22,15 @@ SHARED_MICROBATCH = 16
 """Where stages share cores, a thinner microbatch than this costs more in unpacking weights again than it hides."""
 
 HOST_SECONDS = 6e-4
-"""Of a step on GPUs, from its result to the next plan on its way: what only another microbatch in flight hides."""
+"""Of a step on GPUs, from its result to the next plan on its way: hidden where plans are made ahead, as long as the
+steps take longer."""
 
 HOST_ROW_SECONDS = 6e-6
 """And of each of its rows: scheduler and messages (`python -m benchmarks.step_overhead`)."""
 
 
 FEWER_PAYS = 0.1
-"""What fewer plans in flight than there are stages must bring."""
+"""What fewer microbatches than there are stages must bring."""
 
 
 def plan_pipeline(model: ModelSpec, size: ModelBytes, devices: Sequence[Device], wanted: Wanted) -> PipelinePlan:
@@ -138,7 +139,8 @@ def _forced(split: Sequence[int]) -> tuple[Share, ...]:
 
 
 class _Flight(NamedTuple):
-    """How many plans are in flight, and the least sequences of one where there are that many: see `SchedulerConfig`."""
+    """How many plans are in flight, the least sequences of one where there are that many, and whether one is made
+    ahead: see `SchedulerConfig`."""
 
     depth: int
     min_microbatch: int
@@ -146,7 +148,8 @@ class _Flight(NamedTuple):
 
     def microbatches(self, sequences: int) -> int:
         """Groups that the scheduler makes of so many sequences."""
-        return max(1, min(self.depth, sequences // self.min_microbatch))
+        slots = max(1, self.depth - 1) if self.ahead else self.depth
+        return max(1, min(slots, sequences // self.min_microbatch))
 
     def rows(self, sequences: int) -> int:
         """Sequences of the largest."""
@@ -156,13 +159,13 @@ class _Flight(NamedTuple):
 def _usual_flight(stages: int, devices: Sequence[Device], wanted: Wanted) -> _Flight:
     """That of some stages on these devices, whatever their shares are."""
     parallel = min(stages, len({device.compute or device.name for device in devices}))
-    # One more than work at the same time, so that a plan lies ready wherever one has just ended.
-    depth = stages + 1 if parallel == stages > 1 else parallel + 1
-    if parallel > 1:
-        return _Flight(depth, 1)
-    # A GPU's step costs the same for few rows as for many: all that decode are one microbatch, and the second plan in
-    # flight is of prompts.
-    return _Flight(depth, wanted.max_sequences if _on_gpus(devices) else SHARED_MICROBATCH)
+    if not _on_gpus(devices):
+        # One more than work at the same time, so that a plan lies ready wherever one has just ended.
+        depth = stages + 1 if parallel == stages > 1 else parallel + 1
+        return _Flight(depth, 1 if parallel > 1 else SHARED_MICROBATCH)
+    # There the host's part of a step is much beside the device's: a plan made ahead lies ready. A GPU's step costs the
+    # same for few rows as for many: where stages take turns on one, all that decode are one microbatch.
+    return _Flight(parallel + 1, 1 if parallel > 1 else wanted.max_sequences, ahead=True)
 
 
 def _on_gpus(devices: Sequence[Device]) -> bool:
@@ -174,31 +177,20 @@ def _flight(costs: StageCosts, shares: Sequence[Share]) -> _Flight:
     devices, wanted = [costs.devices[share.device] for share in shares], costs.wanted
     stages, parallel = len(shares), len({device.compute or device.name for device in devices})
     usual = _usual_flight(stages, devices, wanted)
-    if not _on_gpus(devices):
+    if not usual.ahead or not parallel == stages > 1:
         return usual
-    if stages == 1:
-        # The host's part is hidden by planning ahead: see `SchedulerConfig.ahead`.
-        return usual._replace(ahead=True)
-    if parallel == stages > 1:
-        # As many as stages keep all at work; one more hides the host's part, and makes each thinner. With fewer,
-        # prompts cannot fill all stages: only where steps are so much shorter than the host's part.
-        sequences = max(wanted.concurrency, usual.depth)
-        costly = {
-            depth: _cycle(costs, shares, depth, sequences) * (1.0 if depth >= stages else 1.0 + FEWER_PAYS)
-            for depth in range(1, usual.depth + 1)
-        }
-        return _Flight(min(costly, key=costly.__getitem__), 1)
-    if parallel > 1:
-        return usual
-    # From how many sequences on two halves, taking turns, are faster than the whole with the host's part behind it.
-    least = wanted.max_sequences
-    while least > 1 and _cycle(costs, shares, 2, least) < _cycle(costs, shares, 1, least):
-        least //= 2
-    return _Flight(usual.depth, least)
+    # As many microbatches as stages keep all at work. With fewer, prompts cannot fill all stages: only where steps are
+    # so much shorter than the host's part.
+    sequences = max(wanted.concurrency, stages)
+    costly = {
+        groups: _cycle(costs, shares, groups, sequences) * (1.0 if groups == stages else 1.0 + FEWER_PAYS)
+        for groups in range(1, stages + 1)
+    }
+    return usual._replace(depth=min(costly, key=costly.__getitem__) + 1)
 
 
 def _cycle(costs: StageCosts, shares: Sequence[Share], groups: int, sequences: int) -> float:
-    """Seconds in which each of so many sequences, in so many microbatches, gets a token."""
+    """Seconds in which each of so many sequences, in so many microbatches planned ahead, gets a token."""
     rows = -(-sequences // groups)
     busy: dict[str, float] = {}
     for share in shares:
@@ -207,7 +199,7 @@ def _cycle(costs: StageCosts, shares: Sequence[Share], groups: int, sequences: i
         compute = device.compute or device.name
         busy[compute] = busy.get(compute, 0.0) + seconds
     host = HOST_SECONDS + HOST_ROW_SECONDS * rows
-    return max(sum(busy.values()) + host, groups * max(*busy.values(), host))
+    return max(sum(busy.values()), groups * max(*busy.values(), host))
 
 
 def _rank(outcome: Outcome, costs: StageCosts) -> tuple[int, float, int, int]:

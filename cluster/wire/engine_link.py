@@ -127,8 +127,8 @@ class EngineLink:
         try:
             while True:
                 frame = self._receiver.receive(self._credentials.epoch, nothing)
-                if frame.kind is FrameKind.STEP:
-                    raise TransportError("the last stage sent a step to the engine")
+                if frame.kind in (FrameKind.STEP, FrameKind.TOKENS):
+                    raise TransportError(f"the last stage sent a frame of kind {frame.kind.name} to the engine")
                 self._on_frame(frame)
         except TransportError as error:
             self._end(str(error))

@@ -36,6 +36,7 @@ class FrameKind(IntEnum):
     RESULT = 2  # a StepResult, from the last stage to the engine
     FAILURE = 3  # a StageFailure, in the place of the step that met it
     PROBE = 4  # one byte for each stage that it passed: its index
+    TOKENS = 5  # the tokens that a step sampled, int32, from the last stage to the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,19 @@ class StageFailure:
     error: str
     text: str
     keeps_state: bool
+
+
+def encode_tokens(result: StepResult) -> bytes:
+    """What of a result goes to the first stage: int32 [tokens], in the plan's order."""
+    return np.array([token.token_id for token in result.tokens], "<i4").tobytes()
+
+
+def decode_tokens(data: bytes | bytearray) -> list[int]:
+    """A TOKENS frame's message. Raises TransportError."""
+    if len(data) % 4:
+        raise TransportError(f"tokens of {len(data)} bytes came, where each has 4")
+    tokens: list[int] = np.frombuffer(data, "<i4").tolist()
+    return tokens
 
 
 def encode_message(message: StepPlan | StepResult | StageFailure) -> bytes:

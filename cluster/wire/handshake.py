@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from shardline.cluster.errors import TransportError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 ENGINE = -1
 """The engine's index, on both of its ends."""
 

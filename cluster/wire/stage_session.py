@@ -1,4 +1,4 @@
-"""One epoch of a stage on the data plane: its two channels, and the threads that receive, compute and send."""
+"""One epoch of a stage on the data plane: its channels, and the threads that receive, compute and send."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 
 from shardline.cluster.errors import TransportError
-from shardline.cluster.wire.frames import Frame, FrameKind, decode_plan
+from shardline.cluster.last_tokens import LastTokens
+from shardline.cluster.wire.frames import Frame, FrameKind, decode_plan, decode_tokens
 from shardline.cluster.wire.handshake import Credentials, name
 from shardline.cluster.wire.transport import (
     ChannelClosedError,
@@ -38,12 +39,14 @@ class BegunFrame:
         frame: As it came.
         pending: The step; None if it was not begun.
         error: Why not; None too if a step before it had failed already.
+        tokens: On the last stage, once it is finished: the frame with what it sampled.
     """
 
     plan: StepPlan
     frame: Frame
     pending: PendingStep | None = None
     error: Exception | None = None
+    tokens: Frame | None = None
 
     @property
     def ready(self) -> bool:
@@ -107,10 +110,15 @@ class _Work:
     plan: StepPlan | None
     slot: Slot
     begun: BegunFrame | None = None
+    tokens: Frame | None = None
 
 
 class StageSession:
     """One epoch of one stage: its two channels and three threads. Ends once, for one reason.
+
+    Of several stages the last one has a third channel, to the first, which has a fourth thread for it: what was sampled
+    goes there at once, and a plan made ahead waits for it in the computing thread. Those behind it wait too: the
+    scheduler puts a plan ahead behind all that can go on without its tokens.
 
     The computing thread begins steps. One that is ready then, as all of a CPU are, it finishes and sends itself.
     Another one it leaves to the sending thread, and begins the next while that waits for the device.
@@ -126,6 +134,10 @@ class StageSession:
         self._lock = threading.Lock()
         self._receiver: FrameReceiver | None = None
         self._sender: FrameSender | None = None
+        # On the first of several stages, and on the last.
+        self._last_tokens: LastTokens | None = None
+        self._to_first: FrameSender | None = None
+        self._others: list[Listener | FrameReceiver | FrameSender] = []
         self._room = threading.Semaphore(MAX_BEGUN)
         self._unfinished = 0  # steps that the sending thread has to finish
         self._unsent = 0  # frames that it has to send
@@ -159,18 +171,40 @@ class StageSession:
             self._sender = sender
             self._sending = self._spawn("send", self._send_loop)
 
+    def attach_first(self, sender: FrameSender) -> None:
+        """Give the last stage its way to the first one; before `attach`."""
+        self._own(sender)
+        self._to_first = sender
+
+    def expect_tokens(self, listener: Listener) -> None:
+        """On the first stage: the last one will connect there."""
+        self._last_tokens = LastTokens()
+        self._own(listener)
+        self._spawn("tokens", lambda: self._tokens_loop(listener))
+
+    def _own(self, channel: Listener | FrameReceiver | FrameSender) -> None:
+        """Close it when the session ends. Raises TransportError if it has."""
+        with self._lock:
+            self._others.append(channel)
+            ended = self.ended
+        if ended is not None:
+            channel.close()
+            raise TransportError(f"epoch {self.credentials.epoch} has ended: {ended}")
+
     def end(self, reason: str) -> None:
-        """Close both channels, so that the whole pipeline learns of it at once. The first reason is kept."""
+        """Close all channels, so that the whole pipeline learns of it at once. The first reason is kept."""
         with self._lock:
             if self.ended is None:
                 self.ended = reason
-            receiver, sender = self._receiver, self._sender
+            receiver, sender, others = self._receiver, self._sender, tuple(self._others)
         self._inbox.close()
         self._outbox.close()
         self._slots.close()
         self._listener.close()
         self._room.release()
-        for channel in (receiver, sender):
+        if self._last_tokens is not None:
+            self._last_tokens.close()
+        for channel in (receiver, sender, *others):
             if channel is not None:
                 channel.close()
 
@@ -217,12 +251,26 @@ class StageSession:
                 raise TransportError(f"a frame of kind {frame.kind.name} has no business in a stage")
             self._inbox.put(_Work(frame, plan, slot))
 
+    def _tokens_loop(self, listener: Listener) -> None:
+        receiver = listener.accept(CONNECT_SECONDS)
+        listener.close()
+        self._own(receiver)
+        assert self._last_tokens is not None
+        nothing = np.empty(0, np.uint8)
+        while True:
+            frame = receiver.receive(self.credentials.epoch, nothing)
+            if frame.kind is not FrameKind.TOKENS:
+                raise TransportError(f"a frame of kind {frame.kind.name} came where tokens were due")
+            self._last_tokens.arrive(frame.step_id, decode_tokens(frame.meta))
+
     def _compute_loop(self) -> None:
         while True:
             work = self._inbox.get()
             if work.plan is not None:
+                plan = work.plan if self._last_tokens is None else self._last_tokens.fill_in(work.plan)
                 self._wait_for_room()
-                work.begun = self._worker.begin(work.plan, work.frame)
+                assert plan is not None, "only a session that has ended goes without"
+                work.begun = self._worker.begin(plan, work.frame)
             elif work.frame.kind is FrameKind.PROBE:
                 # Through the threads that compute, so that a probe that came back says that those of every stage run.
                 passed = bytes(work.frame.meta) + bytes([self._worker.index])
@@ -243,6 +291,7 @@ class StageSession:
     def _finish(self, work: _Work) -> None:
         assert work.begun is not None
         work.frame = self._worker.finish(work.begun)
+        work.tokens = work.begun.tokens
         work.begun = None
         self._room.release()
 
@@ -284,6 +333,9 @@ class StageSession:
                 self._unsent -= 1
 
     def _send(self, sender: FrameSender, work: _Work) -> None:
+        if self._to_first is not None and work.tokens is not None:
+            # First: a step may wait for them, and nothing waits for the result but the plan of a later one.
+            self._to_first.send(self.credentials.epoch, work.tokens)
         sender.send(self.credentials.epoch, work.frame)
         # Only now: what a stage returns may lie in the slot that it was given.
         self._slots.give(work.slot)

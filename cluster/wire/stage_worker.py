@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from shardline.cluster.errors import TransportError
 from shardline.cluster.step_times import StepTimes
-from shardline.cluster.wire.frames import Frame, FrameKind, FrameLimits, StageFailure, encode_message
+from shardline.cluster.wire.frames import (
+    Frame,
+    FrameKind,
+    FrameLimits,
+    StageFailure,
+    encode_message,
+    encode_tokens,
+)
 from shardline.cluster.wire.handshake import ENGINE, Credentials, name
 from shardline.cluster.wire.stage_session import BegunFrame, SlotPool, StageSession
 from shardline.cluster.wire.transport import Listener, connect
@@ -83,6 +90,7 @@ class StageWorker:
         self._num_stages = num_stages
         self._stage = stage
         self._limits = FrameLimits(MAX_PLAN_BYTES, 0 if index == 0 else max_rows, hidden_size)
+        self._max_rows = max_rows
         self._max_in_flight = max_in_flight
         self._session: StageSession | None = None
         self._begun: deque[PendingStep] = deque()
@@ -117,11 +125,26 @@ class StageWorker:
         self._session = StageSession(self, credentials, listener, slots)
         return listener.address
 
-    def connect(self, address: tuple[str, int]) -> None:
-        """Connect to the next stage, or from the last one to the engine. Raises TransportError."""
+    def listen_for_tokens(self, host: str) -> tuple[str, int]:
+        """On the first of several stages: wait at the returned address for the last one too. After `listen`."""
+        session = self._session
+        assert session is not None, "listen first"
+        assert 0 == self.index < self._num_stages - 1
+        limits = FrameLimits(4 * self._max_rows, max_rows=0, columns=0)
+        listener = Listener(host, session.credentials, self.index, self._num_stages - 1, limits)
+        session.expect_tokens(listener)
+        return listener.address
+
+    def connect(self, address: tuple[str, int], first: tuple[str, int] | None = None) -> None:
+        """Connect to the next stage; from the last one to the engine, and to where the first one listens for tokens.
+
+        Raises TransportError.
+        """
         session = self._session
         assert session is not None, "listen first"
         following = self.index + 1 if self.index + 1 < self._num_stages else ENGINE
+        if first is not None:
+            session.attach_first(connect(first, session.credentials, self.index, 0))
         session.attach(connect(address, session.credentials, self.index, following))
 
     def end(self, reason: str) -> None:
@@ -172,7 +195,7 @@ class StageWorker:
             try:
                 output = begun.pending.wait()
                 if self._failure is None:
-                    return self._output_frame(begun.plan, begun.frame, output)
+                    return self._output_frame(begun, output)
             except Exception as problem:
                 error = problem
                 self._broken = True
@@ -181,16 +204,19 @@ class StageWorker:
             self._failure = describe_failure(self.index, error)
         return Frame(FrameKind.FAILURE, begun.plan.step_id, encode_message(self._failure))
 
-    def _output_frame(self, plan: StepPlan, frame: Frame, output: StepOutput) -> Frame:
+    def _output_frame(self, begun: BegunFrame, output: StepOutput) -> Frame:
+        plan = begun.plan
         if self.index + 1 == self._num_stages:
             assert output.result is not None
+            if output.result.tokens:
+                begun.tokens = Frame(FrameKind.TOKENS, plan.step_id, encode_tokens(output.result))
             return Frame(FrameKind.RESULT, plan.step_id, encode_message(output.result))
         hidden = output.hidden
         assert hidden is not None
         assert hidden.dtype == np.float32
         assert hidden.shape == (plan.num_tokens, self._limits.columns), hidden.shape
         # The plan's own bytes go on: a stage never encodes them again.
-        return Frame(FrameKind.STEP, plan.step_id, frame.meta, np.ascontiguousarray(hidden))
+        return Frame(FrameKind.STEP, plan.step_id, begun.frame.meta, np.ascontiguousarray(hidden))
 
     def progress(self) -> Progress:
         """Where it stands."""

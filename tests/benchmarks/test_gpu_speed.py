@@ -68,7 +68,7 @@ def test_one_gpu_is_planned_to_run_ahead_and_its_prediction_has_no_host_part() -
     assert (plan.depth, plan.min_microbatch, plan.ahead) == (2, 256, True)
     assert plan.tokens_per_second == pytest.approx(64 / plan.stages[0].step_seconds)
     two = plan_pipeline(model, model_bytes(model), gpu_shares(_cards(H200, 2), 2, None), replace(wanted, stages=2))
-    assert not two.ahead
+    assert (two.depth, two.min_microbatch, two.ahead) == (3, 1, True)
 
 
 def test_cards_come_in_the_order_of_what_they_can_do() -> None:

@@ -1,6 +1,6 @@
-"""The whole engine with plans made a step ahead, on the real model: each answer is token by token, and logprob by
-logprob, that of its request alone with one plan at a time. Half of it on a device that answers late, so that steps of
-the stage overlap too."""
+"""The whole engine with plans made a step ahead, on the real model in one, two and three stages: each answer is token
+by token, and logprob by logprob, that of its request alone in one stage with one plan at a time. Half of it on a device
+that answers late, so that steps of the stage overlap too."""
 
 from __future__ import annotations
 
@@ -212,23 +212,44 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardline.cluster.engine.DELIVERED_AT_ONCE", 1)
 
 
+SPLITS = ((30,), (13, 17), (2, 17, 11))
+
+
 @pytest.fixture(scope="module")
-def prepared(smollm2: Path) -> Prepared:
-    """One stage, as a user's options give it, and then a step ahead as on one GPU."""
+def whole(smollm2: Path) -> Prepared:
+    """One stage, as a user's options give it."""
+    return in_stages(smollm2, (30,))
+
+
+@pytest.fixture(scope="module", params=SPLITS, ids=lambda split: "+".join(map(str, split)))
+def prepared(smollm2: Path, request: pytest.FixtureRequest) -> Prepared:
+    """A step ahead as on GPUs of their own."""
+    return stepping_ahead(smollm2, request.param)
+
+
+def stepping_ahead(path: Path, split: tuple[int, ...]) -> Prepared:
+    found = in_stages(path, split)
+    least = SEQUENCES if len(split) == 1 else 1
+    return replace(found, plan=replace(found.plan, depth=len(split) + 1, min_microbatch=least, ahead=True))
+
+
+def in_stages(path: Path, split: tuple[int, ...]) -> Prepared:
     options = EngineOptions(
-        str(smollm2),
+        str(path),
+        split=split,
         context=CONTEXT,
         concurrency=12,
         threads=1,
-        memory=(400 * 2**20,),
+        memory=(400 * 2**20,) * len(split),
         block_size=BLOCK,
         max_sequences=SEQUENCES,
         max_step_tokens=64,
         prefill_chunk=32,
     )
     found = prepare(options)
-    assert (found.plan.depth, len(found.plan.stages)) == (2, 1)
-    return replace(found, plan=replace(found.plan, ahead=True))
+    assert tuple(stage.spec.num_layers for stage in found.plan.stages) == split
+    assert not found.plan.ahead, "a CPU gains nothing by it"
+    return found
 
 
 def with_blocks(prepared: Prepared, num_blocks: int) -> Prepared:
@@ -321,7 +342,7 @@ class Alone:
     def __call__(self, *requests: Request) -> list[Answers]:
         missing = [request for request in requests if repr(request) not in self._answers]
         if missing:
-            run_with(build_engine(self._prepared), lambda engine: self._ask(engine, missing))
+            run_with(build_engine(self._prepared, in_process=True), lambda engine: self._ask(engine, missing))
         return [self._answers[repr(request)] for request in requests]
 
     async def _ask(self, engine: Engine, requests: Sequence[Request]) -> None:
@@ -332,8 +353,8 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def alone(prepared: Prepared) -> Alone:
-    made = Alone(prepared)
+def alone(whole: Prepared) -> Alone:
+    made = Alone(whole)
     ends = [one.finish for got in made(*FREE, *PENALIZED) for one in got.sequences.values()]
     # Or the requests would not show what they are for.
     assert {type(reason) for how, reason in ends if how == "stop"} == {str, int}
@@ -345,9 +366,10 @@ def alone(prepared: Prepared) -> Alone:
 
 
 def local(prepared: Prepared, device: LateDevice | None) -> Engine:
-    engine = build_engine(prepared)
+    engine = build_engine(prepared, in_process=True)
     pipeline: Any = engine._pipeline
     assert isinstance(pipeline, LocalPipeline)
+    assert len(pipeline.specs) == len(prepared.plan.stages)
     if device is not None:
         pipeline._backend_factory = device
         results_in_pairs(engine)
@@ -365,15 +387,17 @@ def test_all_at_once_are_each_as_alone(prepared: Prepared, alone: Alone, late: b
         assert await all_of(engine, FREE) == alone(*FREE)
         made = ahead(plans)
         assert len(made) > TOKENS // 2
-        assert any(len(plan.runs) > 8 for plan in made)
+        assert any(len(plan.runs) > 8 // len(prepared.plan.stages) for plan in made)
         if late:
-            # Everything but what needs its tokens' history runs a step ahead, beside it nobody does.
+            # Everything but what needs its tokens' history runs a step ahead; of one group, beside it nobody does.
             del plans[:]
             assert await all_of(engine, (*PENALIZED, *FREE)) == alone(*PENALIZED, *FREE)
             histories = {start.seq_id for plan in plans for start in plan.starts if start.params.needs_history}
             assert len(histories) == len(PENALIZED)
             assert ahead(plans)
-            assert not [plan for plan in ahead(plans) if histories & {run.seq_id for run in plan.runs}]
+            beside = [plan for plan in ahead(plans) if histories & {run.seq_id for run in plan.runs}]
+            assert not beside or len(prepared.plan.stages) > 1
+            assert not [run for plan in beside for run in plan.runs if run.seq_id in histories and run.token_ids[0] < 0]
 
     run_with(local(prepared, LateDevice() if late else None), work)
 
@@ -518,31 +542,47 @@ def test_closed_under_load(prepared: Prepared, alone: Alone) -> None:
 
 
 @pytest.mark.ray
-def test_a_stage_in_a_process_of_its_own_is_killed_under_load(prepared: Prepared, alone: Alone) -> None:
+@pytest.mark.parametrize(
+    ("split", "victim"), [(SPLITS[0], 0), (SPLITS[1], 1), *((SPLITS[2], place) for place in range(3))]
+)
+def test_a_stage_in_a_process_of_its_own_is_killed_under_load(
+    smollm2: Path, alone: Alone, split: tuple[int, ...], victim: int
+) -> None:
+    prepared = stepping_ahead(smollm2, split)
     requests = (*FREE[2:9], PENALIZED[1])
 
     async def work(engine: Engine) -> None:
         plans = plans_of(engine)
         await with_cancels(engine, alone, requests)
         assert ahead(plans)
-        before = (await engine.status()).stages[0].pid
-        count = 0
+        before = [stage.pid for stage in (await engine.status()).stages]
+        killed = False
 
         def on_token() -> None:
-            nonlocal count
-            count += 1
-            if count == 40:
-                os.kill(before, signal.SIGKILL)
+            nonlocal killed
+            # With a plan in flight whose tokens another plan in flight has yet to sample.
+            if engine._tokens.total > total + 40 and not killed and -1 in lags(engine):
+                killed = True
+                os.kill(before[victim], signal.SIGKILL)
 
+        total = engine._tokens.total
         got = await asyncio.gather(*(answer(engine, request, on_token) for request in requests))
+        assert killed
         assert list(got) == alone(*requests)
         while (status := await engine.status()).losses < 1 or status.state != "ready":
             await asyncio.sleep(0.01)
-        assert (status.losses, len(status.stages)) == (1, 1)
-        assert status.stages[0].pid != before
+        assert status.losses == 1
+        after = [stage.pid for stage in status.stages]
+        assert [pid == was for pid, was in zip(after, before, strict=True)] == [
+            place != victim for place in range(len(split))
+        ]
 
-    with connected(num_cpus=2):
+    with connected(num_cpus=4):
         engine: Any = build_engine(replace(prepared, options=replace(prepared.options, address="local")))
         assert isinstance(engine._pipeline, RayPipeline)
         engine._pipeline = RayPipeline(engine._pipeline.specs, LateLoader(prepared.path))
         run_with(engine, work)
+
+
+def lags(engine: Engine) -> list[int]:
+    return [sequence.lag for sequence in engine._scheduler._running.values()]

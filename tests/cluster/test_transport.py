@@ -459,7 +459,7 @@ def test_a_wrong_peer_is_refused_with_the_reason_and_the_right_one_still_gets_in
 
 
 def test_another_protocol_version_is_told_so(listener, monkeypatch):
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", handshake.PROTOCOL_VERSION + 1)
     sock = socket.create_connection(listener.address)
     hello = handshake._HELLO.pack(b"shardln\n", 9, 0, 1, 3, b"p" * 32, bytes(32))
     sock.sendall(hello)

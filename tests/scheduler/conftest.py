@@ -173,8 +173,9 @@ class Driver:
     def schedule(self) -> StepPlan | None:
         before = self.scheduler.stats().preemptions
         plan = self.scheduler.schedule()
-        if self.config.ahead and self.results:
-            assert self.scheduler.stats().preemptions == before, "somebody was preempted while a plan was in flight"
+        is_ahead = plan is not None and any(run.token_ids == (AHEAD,) for run in plan.runs)
+        if is_ahead or (self.config.ahead and len(self.results) >= self.config.depth - 1 > 0):
+            assert self.scheduler.stats().preemptions == before, "somebody was preempted for a plan that can wait"
         if plan is None:
             assert self.results or not self.scheduler.has_unfinished(), "stuck: nothing in flight, nothing planned"
         else:

@@ -1,4 +1,5 @@
-"""Plans made one step ahead: who is in them, what they wait for, and that nothing is lost or gained by them."""
+"""Plans made one step ahead: who is in them, what they wait for, and that nothing is lost or gained by them. First of
+one group, as where one stage has the whole model, then of several that take turns."""
 
 from __future__ import annotations
 
@@ -345,16 +346,17 @@ def test_it_takes_no_more_steps_than_one_at_a_time(driver, config, asked):
     assert two.stages.num_computed_rows == one.stages.num_computed_rows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     asked=requests,
-    depth=st.sampled_from([2, 3]),
+    depth=st.sampled_from([2, 3, 5]),
+    min_microbatch=st.sampled_from([1, 2, 8]),
     num_blocks=st.sampled_from([6, 9, 40]),
     max_step_tokens=st.sampled_from([5, 64]),
     max_sequences=st.sampled_from([2, 8]),
 )
-def test_nobody_starves(driver, config, asked, depth, num_blocks, max_step_tokens, max_sequences):
-    """The first in rank has a token in every other step at the latest, once its prompt is read: under any pressure."""
+def test_nobody_starves(driver, config, asked, depth, min_microbatch, num_blocks, max_step_tokens, max_sequences):
+    """The first in rank has a token in every other turn at the latest, once its prompt is read: under any pressure."""
     run = driver(
         config(
             depth=depth,
@@ -362,7 +364,7 @@ def test_nobody_starves(driver, config, asked, depth, num_blocks, max_step_token
             num_blocks=num_blocks,
             max_step_tokens=max_step_tokens,
             max_sequences=max_sequences,
-            min_microbatch=max_sequences,
+            min_microbatch=min(min_microbatch, max_sequences),
         )
     )
     steps = served(run, asked)
@@ -390,3 +392,198 @@ def test_random_traffic_on_one_gpu_never_leaves_anybody_behind(ahead):
             run.deliver()
     run.drain()
     assert run.plans_ahead > 100
+
+
+# -- several stages ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def turns(driver, config):
+    """A driver whose scheduler plans ahead for so many stages."""
+
+    def make(stages, **given):
+        return driver(config(**({"num_blocks": 200, "depth": stages + 1, "ahead": True} | given)))
+
+    return make
+
+
+def sampled_by(run, seq_id):
+    """The places among the plans in flight of those that sample for a sequence."""
+    return [place for place, result in enumerate(run.results) if seq_id in {token.seq_id for token in result.tokens}]
+
+
+def check_waits_for_the_oldest(run, plan):
+    """What it needs comes with the next result: the first stage waits for nothing that is behind another step."""
+    for item in plan.runs:
+        if item.token_ids == (AHEAD,):
+            assert sampled_by(run, item.seq_id)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "active", "sizes"), [(2, 8, [4, 4]), (2, 7, [4, 3]), (3, 9, [3, 3, 3]), (4, 4, [1] * 4)]
+)
+def test_groups_take_turns_and_no_stage_waits_for_a_plan(turns, stages, active, sizes):
+    run = turns(stages)
+    for index in range(active):
+        run.add(request(f"r{index}", first=index))
+    *groups, again = run.fill()
+    assert sorted((len(plan.runs) for plan in groups), reverse=True) == sizes
+    assert not any(item.token_ids == (AHEAD,) for plan in groups for item in plan.runs)
+    assert is_ahead(again)
+    assert ids(again) == ids(groups[0])
+    for turn in range(1, 3 * stages):
+        assert len(run.results) == stages + 1
+        (plan,) = step(run)
+        assert is_ahead(plan)
+        assert ids(plan) == ids(groups[turn % stages])
+        check_waits_for_the_oldest(run, plan)
+    run.drain()
+    assert run.stages.num_computed_rows == active * (3 + 29)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 8])
+def test_one_sequence_alone_has_two_plans_in_flight(turns, stages):
+    run = turns(stages)
+    run.add(request("r"))
+    assert len(run.fill()) == 2
+    for _ in range(28):
+        assert is_ahead(step(run)[0])
+        assert len(run.results) == 2
+    run.drain()
+    assert run.plans_ahead == 29
+
+
+def test_fewer_sequences_than_slots_have_two_plans_each(turns):
+    run = turns(8)
+    for index in range(3):
+        run.add(request(f"r{index}", first=index))
+    first = run.fill()
+    assert [len(plan.runs) for plan in first] == [1] * 6
+    assert [ids(plan) for plan in first[3:]] == [ids(plan) for plan in first[:3]]
+    run.drain()
+
+
+def test_who_waits_for_blocks_keeps_nobody_from_running_ahead(turns):
+    """The queue would make a second group, if only it could enter."""
+    run = turns(2, num_blocks=6, prefix_cache=False)
+    run.add(request("first", length=40, max_tokens=8))
+    run.fill()
+    run.add(request("waits", length=40, max_tokens=8))
+    while ("first", 0) not in run.finished:
+        run.fill()
+        run.deliver()
+    assert run.plans_ahead == 7
+    run.drain()
+
+
+def test_who_needs_the_token_before_holds_up_its_own_group_alone(turns):
+    run = turns(2)
+    run.add(request("waits", presence_penalty=0.5))
+    for index in range(3):
+        run.add(request(f"r{index}", first=index))
+    held, free = run.fill()
+    assert (len(ids(held)), len(ids(free))) == (2, 2)
+    for _ in range(6):
+        ready, ahead_of = step(run)
+        assert (ids(ready), ids(ahead_of)) == (ids(held), ids(free))
+        assert not any(item.token_ids == (AHEAD,) for item in ready.runs)
+        assert is_ahead(ahead_of)
+        assert step(run) == []
+    run.drain()
+
+
+def test_groups_that_became_uneven_are_even_again_within_a_turn(turns):
+    run = turns(2)
+    for index in range(10):
+        run.add(request(f"r{index}", first=index, max_tokens=60))
+    first, *_ = run.fill()
+    names = {sequence.seq_id: sequence.request.request.request_id for sequence in run.scheduler._running.values()}
+    for seq_id in sorted(ids(first))[:4]:
+        run.abort(names[seq_id])
+    sizes = [len(plan.runs) for _ in range(8) for plan in step(run)]
+    assert sizes[-4:] == [3, 3, 3, 3]
+    run.drain()
+
+
+def test_a_newcomer_takes_the_slot_that_is_free_before_anybody_runs_ahead(turns):
+    run = turns(2)
+    run.add(request("r", max_tokens=60))
+    assert len(run.fill()) == 2
+    step(run)
+    run.add(request("next", length=3, first=1))
+    newcomer, again = step(run)
+    assert [len(item.token_ids) for item in newcomer.runs] == [3]
+    assert is_ahead(again)
+    assert not ids(newcomer) & ids(again)
+    for _ in range(4):
+        step(run)
+    assert len(run.results) == 3
+    assert [len(result.tokens) for result in run.results] == [1, 1, 1]
+    run.drain()
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_with_every_slot_taken_nobody_is_preempted_and_else_as_ever(turns, stages):
+    """The driver sees to the first half."""
+    run = turns(stages, num_blocks=8, prefix_cache=False)
+    for index in range(4):
+        run.add(request(f"r{index}", length=14, first=index, max_tokens=30))
+    run.drain()
+    assert run.scheduler.stats().preemptions
+    assert run.plans_ahead > 30
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("fate", ["abort", "loss"])
+def test_who_is_ahead_in_turns_can_be_aborted_and_lost(turns, stages, fate):
+    run = turns(stages, num_blocks=18, max_sequences=3)
+    for index in range(3):
+        run.add(request(f"r{index}", length=10 + index, first=index, max_tokens=40))
+    for _ in range(5):
+        run.fill()
+        run.deliver()
+    run.fill()
+    assert any(sequence.lag == -1 for sequence in run.scheduler._running.values())
+    if fate == "abort":
+        run.abort("r1")
+    else:
+        run.lose_stage()
+    run.scheduler.check_integrity()
+    run.drain()
+    assert len(run.finished) == (2 if fate == "abort" else 3)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_random_traffic_in_turns_waits_for_no_step_in_the_middle(turns, stages):
+    """Whatever comes and goes: where every slot is taken, a plan ahead needs the oldest plan's tokens at most."""
+    draw = random.Random(stages)
+    run = turns(stages, max_sequences=12, max_step_tokens=128)
+    full = 0
+    for turn in range(800):
+        if draw.random() < 0.1 and turn < 700:
+            penalty = draw.choice([0.0, 0.0, 0.0, 0.5])
+            run.add(request(f"r{turn}", draw.randint(1, 30), draw.randint(1, 40), 0, turn, presence_penalty=penalty))
+        while (plan := run.schedule()) is not None:
+            if len(run.results) == stages + 1:
+                full += 1
+                waits = [sampled_by(run, item.seq_id)[0] for item in plan.runs if item.token_ids == (AHEAD,)]
+                running = len(run.scheduler._running)
+                assert max(waits, default=0) <= max(0, stages - running), "a slot stands empty"
+        run.scheduler.check_integrity()
+        if run.results:
+            run.deliver()
+    run.drain()
+    assert full > 100
+    assert run.plans_ahead > 100
+
+
+@settings(max_examples=100, deadline=None)
+@given(asked=requests, stages=st.sampled_from([2, 3, 5]))
+def test_it_computes_the_rows_of_one_step_at_a_time(driver, config, asked, stages):
+    at_once = [(*one[:5], 0) for one in asked]
+    alike = {"num_blocks": 400, "max_sequences": 16, "max_step_tokens": 512}
+    one = driver(config(depth=1, **alike))
+    several = driver(config(depth=stages + 1, ahead=True, **alike))
+    served(one, at_once, ignore_eos=True)
+    served(several, at_once, ignore_eos=True)
+    assert several.stages.num_computed_rows == one.stages.num_computed_rows

@@ -34,6 +34,7 @@ LIMITS = Limits(
     max_sequences=4,
     vocab_size=101,
     keeps_histories=True,
+    takes_ahead=True,
 )
 GREEDY = SamplingParams(seed=0)
 PENALIZED = SamplingParams(seed=0, presence_penalty=0.5)
@@ -128,8 +129,17 @@ def test_a_chunk_after_a_token_that_was_sampled_ends_it():
         table.check(plan(2, [run(0, 4, [AHEAD])]))
 
 
-def test_a_stage_that_does_not_sample_knows_no_token_but_those_of_the_plan():
+@pytest.mark.parametrize("name", BAD)
+def test_a_stage_that_needs_no_tokens_refuses_the_same(name):
     table = SequenceTable(replace(LIMITS, keeps_histories=False))
+    first_step(table)
+    with pytest.raises(PlanError, match=r"token id -1 is not one of 0 to 100"):
+        table.check(BAD[name])
+    table.check(plan(1, [run(0, 3, [AHEAD]), run(1, 2, [3])]))
+
+
+def test_a_stage_that_embeds_and_does_not_sample_knows_no_token_but_those_of_the_plan():
+    table = SequenceTable(replace(LIMITS, keeps_histories=False, takes_ahead=False))
     first_step(table)
     with pytest.raises(PlanError, match="token id -1"):
         table.check(plan(1, [run(0, 3, [AHEAD])]))
