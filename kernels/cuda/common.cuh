@@ -150,9 +150,9 @@ DEVICE u32 of_block(u32 address, u32 rank) {
     return r;
 }
 
-DEVICE float load_of_block(u32 address) {
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+DEVICE float4 load_of_block(u32 address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
     return v;
 }
 #endif

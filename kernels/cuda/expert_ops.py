@@ -245,7 +245,7 @@ class ExpertOps(ProductOps):
                 int32(a_row),
                 address(None if joins is None else joins.largest),
             ),
-            shared=variant.shared_bytes(matrices.format.bits, self.arch),
+            shared=variant.shared_bytes(matrices.format, self.arch),
             **_defines(experts, matrices, joined=joined),
         )
 

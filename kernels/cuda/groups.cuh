@@ -22,6 +22,9 @@ DEVICE float pair_low(Pair p) { return half_to_float((u16)(p & 0xffff)); }
 DEVICE float pair_high(Pair p) { return half_to_float((u16)(p >> 16)); }
 #endif
 
+// Vectors of scales (or minimums) of a tile of channels that a block's groups have.
+constexpr int SCALES_A_TILE = GROUPS_A_BLOCK * 8 * sizeof(Pair) / 16;
+
 struct Weights {
     const uint4* w;
     const Pair* scale;
@@ -36,18 +39,6 @@ struct Scales {
     Pair minimum[MI][GROUPS_A_BLOCK];
 #endif
 };
-
-template <int MI>
-DEVICE void load_scales(Scales<MI>& into, const Weights& weights, int tile, int groups, int block, int lane) {
-    UNROLL for (int i = 0; i < MI; i++) UNROLL for (int g = 0; g < GROUPS_A_BLOCK; g++) {
-        int group = GROUPS_A_BLOCK > 1 ? block * GROUPS_A_BLOCK + g : block / BLOCKS_A_GROUP;
-        size_t at = ((size_t)(tile + i) * groups + group) * 8 + (lane >> 2);
-        into.scale[i][g] = weights.scale[at];
-#if HAS_MIN
-        into.minimum[i][g] = weights.minimum[at];
-#endif
-    }
-}
 
 // Integers of one k16 step to an A fragment of exact halves q - CENTRE.
 #if BITS == 4
@@ -82,27 +73,25 @@ DEVICE void add_sums(GroupSum& into, float2 v, bool starts) {
     into.odd = starts ? v.y : __fadd_rn(into.odd, v.y);
 }
 
-// T at the end of a group; `g` is its place in the block.
-template <int MI, int NI>
-DEVICE void fold(const float (&P)[MI][NI][4], float (&T)[MI][NI][4], const GroupSum (&X)[NI], const Scales<MI>& scales, int g) {
-    UNROLL for (int i = 0; i < MI; i++) {
-        const float s0 = pair_low(scales.scale[i][g]), s1 = pair_high(scales.scale[i][g]);
+// T of one tile of channels, `i`, at the end of a group; `g` is its place in the block.
+template <int NI, int MI>
+DEVICE void fold(const float (&P)[NI][4], float (&T)[NI][4], const GroupSum (&X)[NI], const Scales<MI>& scales, int i, int g) {
+    const float s0 = pair_low(scales.scale[i][g]), s1 = pair_high(scales.scale[i][g]);
 #if HAS_MIN
-        const float m0 = __fmaf_rn((float)CENTRE, s0, pair_low(scales.minimum[i][g]));
-        const float m1 = __fmaf_rn((float)CENTRE, s1, pair_high(scales.minimum[i][g]));
+    const float m0 = __fmaf_rn((float)CENTRE, s0, pair_low(scales.minimum[i][g]));
+    const float m1 = __fmaf_rn((float)CENTRE, s1, pair_high(scales.minimum[i][g]));
 #endif
-        UNROLL for (int n = 0; n < NI; n++) {
-            T[i][n][0] = __fmaf_rn(s0, P[i][n][0], T[i][n][0]);
-            T[i][n][1] = __fmaf_rn(s0, P[i][n][1], T[i][n][1]);
-            T[i][n][2] = __fmaf_rn(s1, P[i][n][2], T[i][n][2]);
-            T[i][n][3] = __fmaf_rn(s1, P[i][n][3], T[i][n][3]);
+    UNROLL for (int n = 0; n < NI; n++) {
+        T[n][0] = __fmaf_rn(s0, P[n][0], T[n][0]);
+        T[n][1] = __fmaf_rn(s0, P[n][1], T[n][1]);
+        T[n][2] = __fmaf_rn(s1, P[n][2], T[n][2]);
+        T[n][3] = __fmaf_rn(s1, P[n][3], T[n][3]);
 #if HAS_MIN
-            T[i][n][0] = __fmaf_rn(m0, X[n].even, T[i][n][0]);
-            T[i][n][1] = __fmaf_rn(m0, X[n].odd, T[i][n][1]);
-            T[i][n][2] = __fmaf_rn(m1, X[n].even, T[i][n][2]);
-            T[i][n][3] = __fmaf_rn(m1, X[n].odd, T[i][n][3]);
+        T[n][0] = __fmaf_rn(m0, X[n].even, T[n][0]);
+        T[n][1] = __fmaf_rn(m0, X[n].odd, T[n][1]);
+        T[n][2] = __fmaf_rn(m1, X[n].even, T[n][2]);
+        T[n][3] = __fmaf_rn(m1, X[n].odd, T[n][3]);
 #endif
-        }
     }
 }
 
@@ -121,55 +110,61 @@ struct SumsOfPairs {
     DEVICE float2 operator()(int n) const { return make_float2(of[n][0][offset], of[n][1][offset]); }
 };
 
-// Two k16 steps (half a block) of one warp: P chains, and T at the end of each group. x[n] are the B fragments of both steps,
-// sums(n) the sums of this half for the lane's two tokens of the n-th 8.
+// One k16 step of one warp: P chains, and T at the end of each group. b[n] is the B fragment of the n-th 8 tokens, sums(n) the sums of
+// the step's half block for the lane's two of them.
+template <int MI, int NI, typename Sums>
+DEVICE void multiply_step(float (&P)[MI][NI][4], float (&T)[MI][NI][4], GroupSum (&X)[NI], const uint4 (*q)[VECTORS],
+                          const Scales<MI>& scales, const uint2 (&b)[NI], Sums sums, int step, int block) {
+    const bool starts = GROUP <= 64 ? step % STEPS_A_GROUP == 0 : step == 0 && block % BLOCKS_A_GROUP == 0;
+    const bool ends = GROUP <= 64 ? step % STEPS_A_GROUP == STEPS_A_GROUP - 1
+                                  : step == 3 && block % BLOCKS_A_GROUP == BLOCKS_A_GROUP - 1;
+    u32 a[MI][4];
+    UNROLL for (int i = 0; i < MI; i++) dequantize(q[i], step, a[i]);
+    UNROLL for (int n = 0; n < NI; n++) UNROLL for (int i = 0; i < MI; i++) {
+        if (starts) mma_16x8x16_from_zero(P[i][n], a[i], b[n].x, b[n].y);
+        else mma_16x8x16(P[i][n], a[i], b[n].x, b[n].y);
+    }
+#if HAS_MIN
+    if (step % 2 == 0) UNROLL for (int n = 0; n < NI; n++) add_sums(X[n], sums(n), starts);
+#endif
+    if (ends) UNROLL for (int i = 0; i < MI; i++) fold<NI>(P[i], T[i], X, scales, i, GROUPS_A_BLOCK > 1 ? step / STEPS_A_GROUP : 0);
+}
+
+// Two steps (half a block), whose fragments are x[n].
 template <int MI, int NI, typename Sums>
 DEVICE void multiply(float (&P)[MI][NI][4], float (&T)[MI][NI][4], GroupSum (&X)[NI], const uint4 (*q)[VECTORS],
                      const Scales<MI>& scales, const uint4* x, Sums sums, int half, int block) {
-    UNROLL for (int step = half * 2; step < half * 2 + 2; step++) {
-        const bool starts = GROUP <= 64 ? step % STEPS_A_GROUP == 0 : step == 0 && block % BLOCKS_A_GROUP == 0;
-        const bool ends = GROUP <= 64 ? step % STEPS_A_GROUP == STEPS_A_GROUP - 1
-                                      : step == 3 && block % BLOCKS_A_GROUP == BLOCKS_A_GROUP - 1;
-        u32 a[MI][4];
-        UNROLL for (int i = 0; i < MI; i++) dequantize(q[i], step, a[i]);
-        UNROLL for (int n = 0; n < NI; n++) {
-            const u32 b0 = step & 1 ? x[n].z : x[n].x, b1 = step & 1 ? x[n].w : x[n].y;
-            UNROLL for (int i = 0; i < MI; i++) {
-                if (starts) mma_16x8x16_from_zero(P[i][n], a[i], b0, b1);
-                else mma_16x8x16(P[i][n], a[i], b0, b1);
-            }
-        }
-#if HAS_MIN
-        if (step % 2 == 0) UNROLL for (int n = 0; n < NI; n++) add_sums(X[n], sums(n), starts);
-#endif
-        if (ends) fold<MI, NI>(P, T, X, scales, GROUPS_A_BLOCK > 1 ? step / STEPS_A_GROUP : 0);
+    UNROLL for (int odd = 0; odd < 2; odd++) {
+        uint2 b[NI];
+        UNROLL for (int n = 0; n < NI; n++) b[n] = odd ? make_uint2(x[n].z, x[n].w) : make_uint2(x[n].x, x[n].y);
+        multiply_step<MI, NI>(P, T, X, q, scales, b, sums, half * 2 + odd, block);
     }
 }
 
 #if WARPGROUPS
-// The same for a whole block by warpgroups: a are the block's fragments of weights, x is the shared address of the tokens' tiles, sums
-// at the lane's tokens of the block. `meanwhile` runs beside the tensor cores.
-template <int MI, int NI, typename Meanwhile>
-DEVICE void multiply_block(float (&P)[MI][NI][4], float (&T)[MI][NI][4], GroupSum (&X)[NI], const u32 (&a)[4][MI][4],
-                           const Scales<MI>& scales, u32 x, const float* sums, int part, Meanwhile meanwhile) {
-    const u32 tiles = b_tiles(x);
-    UNROLL for (int g = 0; g < GROUPS_A_BLOCK; g++) {
-        const bool starts = part % BLOCKS_A_GROUP == 0, ends = part % BLOCKS_A_GROUP == BLOCKS_A_GROUP - 1;
-        UNROLL for (int i = 0; i < MI; i++) hold<NI>(P[i]);
-        warpgroup_begin();
-        UNROLL for (int s = 0; s < STEPS_A_GROUP; s++) UNROLL for (int i = 0; i < MI; i++) {
-            const int step = g * STEPS_A_GROUP + s;
-            warpgroup_mma<NI>(P[i], a[step][i], tiles + step * (256 >> 4), !(starts && s == 0));
-        }
-        warpgroup_commit();
-#if HAS_MIN
-        UNROLL for (int h = 0; h < (STEPS_A_GROUP + 1) / 2; h++) UNROLL for (int n = 0; n < NI; n++)
-            add_sums(X[n], *(const float2*)(sums + n * 16 + (g * STEPS_A_GROUP / 2 + h) * 8), starts && h == 0);
-#endif
-        if (g == 0) meanwhile();
-        warpgroup_wait<0>();
-        UNROLL for (int i = 0; i < MI; i++) hold<NI>(P[i]);
-        if (ends) fold<MI, NI>(P, T, X, scales, g);
+// Begins the P chains of one tile of channels and a group's steps within a block, by warpgroups: a are the block's fragments of weights,
+// tokens describes the block's tiles of activations (b_tiles). At most one more group of these is at work.
+template <int NI>
+DEVICE void multiply_group(float (&P)[NI][4], const u32 (&a)[4][4], u32 tokens, int g, bool starts) {
+    hold<NI>(P);
+    warpgroup_begin();
+    UNROLL for (int s = 0; s < STEPS_A_GROUP; s++) {
+        const int step = g * STEPS_A_GROUP + s;
+        warpgroup_mma<NI>(P, a[step], tokens + step * (256 >> 4), !(starts && s == 0));
     }
+    warpgroup_commit();
+}
+
+// Waits for all but the last that was begun: those of P.
+template <int NI>
+DEVICE void finish(float (&P)[NI][4]) {
+    warpgroup_wait<1>();
+    hold<NI>(P);
+}
+
+template <int NI>
+DEVICE void finish_all(float (&P)[NI][4]) {
+    warpgroup_wait<0>();
+    hold<NI>(P);
 }
 #endif

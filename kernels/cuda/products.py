@@ -365,7 +365,7 @@ class ProductOps(StagedProducts):
             launch.grid,
             launch.variant.threads,
             arguments,
-            shared=launch.shared_bytes(part.bits, self.arch),
+            shared=launch.shared_bytes(part, self.arch),
             cluster=launch.cluster,
             **part.defines,
             **defines,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 BLOCK_K = 64
 """Input channels of one packed block."""
@@ -26,7 +26,17 @@ ATTENTION_STATIC = 6 << 10
 """Shared memory of a block of attention.cu besides the dynamic, with what CUDA takes for itself."""
 
 
-HOPPER_STAGES = 6
+class Form(Protocol):
+    """What a matrix's kernels are compiled for."""
+
+    @property
+    def bits(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def has_minimum(self) -> bool: ...
+    @property
+    def scale_f32(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,7 @@ class LinearVariant:
         name: The kernel, without the prefix of gated ones.
         tokens, channels: Its tile.
         threads: Of a block.
-        stages: Blocks of K in shared memory at once; 0 when it uses none. HOPPER_STAGES on an H200, for 4 bits.
+        staged: Blocks of K go through shared memory, several at once (`stages`).
         keeps_sums: The sum over slices waits in shared memory.
         gated: It exists for gated matrices too.
     """
@@ -46,15 +56,33 @@ class LinearVariant:
     tokens: int
     channels: int
     threads: int
-    stages: int = 0
+    staged: bool = False
     keeps_sums: bool = False
     gated: bool = True
 
-    def shared_bytes(self, bits: int, arch: int) -> int:
+    def shared_bytes(self, form: Form, arch: int) -> int:
         """Dynamic shared memory of a block."""
+        if not self.staged:
+            return 0
         sums = 4 * self.tokens * self.channels if self.keeps_sums else 0
-        stages = HOPPER_STAGES if self.stages and arch == 90 and bits == 4 else self.stages
-        return stages * (self.tokens * (BLOCK_K * 2 + 8) + self.channels * BLOCK_K * bits // 8) + sums
+        return stages(form, arch) * self.stage_bytes(form) + sums
+
+    def stage_bytes(self, form: Form) -> int:
+        """A block of K: activations, integers, sums of activations where they are needed, scales and minimums."""
+        per_channel = BLOCK_K * form.bits // 8 + scale_bytes(form) * (1 + form.has_minimum)
+        return self.tokens * (BLOCK_K * 2 + 8 * form.has_minimum) + self.channels * per_channel
+
+
+def scale_bytes(form: Form) -> int:
+    """Of the groups that end in a block of K, of one channel."""
+    return (4 if form.scale_f32 else 2) * max(1, BLOCK_K // form.group_size)
+
+
+def stages(form: Form, arch: int) -> int:
+    """Blocks of K in shared memory at once: on an H200 more are worth their room, which other cards do not have."""
+    if arch == 90:
+        return 6 if form.bits == 4 else 4
+    return 3 if form.bits == 8 and (form.has_minimum or scale_bytes(form) > 4) else 4
 
 
 FEW = {
@@ -72,16 +100,16 @@ FEW = {
 """By (tokens, slices), from few channels to many."""
 
 SPLIT = (
-    LinearVariant("split_16x128", 16, 128, 128, 4),
-    LinearVariant("split_32x128", 32, 128, 128, 4),
-    LinearVariant("split_64x128", 64, 128, 128, 4),
-    LinearVariant("split_64x256", 64, 256, 256, 4),
+    LinearVariant("split_16x128", 16, 128, 128, staged=True),
+    LinearVariant("split_32x128", 32, 128, 128, staged=True),
+    LinearVariant("split_64x128", 64, 128, 128, staged=True),
+    LinearVariant("split_64x256", 64, 256, 256, staged=True),
 )
 WHOLE = (
-    LinearVariant("whole_16x128", 16, 128, 128, 4, True),
-    LinearVariant("whole_32x128", 32, 128, 128, 4, True),
-    LinearVariant("whole_64x128", 64, 128, 128, 4, True),
-    LinearVariant("whole_64x256", 64, 256, 256, 4, True),
+    LinearVariant("whole_16x128", 16, 128, 128, staged=True, keeps_sums=True),
+    LinearVariant("whole_32x128", 32, 128, 128, staged=True, keeps_sums=True),
+    LinearVariant("whole_64x128", 64, 128, 128, staged=True, keeps_sums=True),
+    LinearVariant("whole_64x256", 64, 256, 256, staged=True, keeps_sums=True),
 )
 """For more tokens: slices over blocks, or all slices in one block. `num_tiles` says how many of them there are."""
 
@@ -129,12 +157,12 @@ class TileCost:
 
 
 TILE_COSTS = (
-    TileCost(3.6, 8.5, 13.7, 1.3, 3),
-    TileCost(23.2, 13.4, 3.9, 1.7, 3),
-    TileCost(34.2, 24.0, 3.4, 1.1, 2),
-    TileCost(48.0, 34.5, 3.6, 3.1, 1),
+    TileCost(1.23, 11.3, 3.58, 0, 3),
+    TileCost(17.5, 13.4, 3.17, 1.01, 3),
+    TileCost(26.5, 22.2, 3.42, 1.92, 2),
+    TileCost(47.9, 1.38, 1.74, 5.76, 1),
 )
-"""Fitted to times of all tiles and splits of eight shapes, ten numbers of tokens each: 1 % off the best on average."""
+"""Fitted to times of all tiles and splits of eight shapes and ten numbers of tokens: 0.3 % off the best on average."""
 
 SPLIT_PARTIALS = 12
 CLUSTER_SLOTS = 0.967
@@ -202,10 +230,10 @@ class LinearLaunch:
             return 0
         return self.grid[0] * self.grid[1] * self.variant.tokens * self.variant.channels
 
-    def shared_bytes(self, bits: int, arch: int) -> int:
+    def shared_bytes(self, form: Form, arch: int) -> int:
         """Dynamic shared memory of a block. Of a cluster's, the last slice's sums lie where the stages were."""
         tile = 4 * self.variant.tokens * self.variant.channels if self.cluster > 1 else 0
-        return self.variant.shared_bytes(bits, arch) + tile
+        return self.variant.shared_bytes(form, arch) + tile
 
 
 def blocks_of_a_tile(tokens: int, num_slices: int, arch: int) -> list[int]:
@@ -321,10 +349,10 @@ EXPERT_FEW = {
 """Tiles of experts.cu by (pairs, slices), from few channels to many."""
 
 EXPERT_WHOLE = (
-    LinearVariant("whole_16x128", 16, 128, 128, 4, True),
-    LinearVariant("whole_32x128", 32, 128, 128, 4, True),
-    LinearVariant("whole_64x128_wide", 64, 128, 256, 4, True),
-    LinearVariant("whole_64x128", 64, 128, 128, 4, True),
+    LinearVariant("whole_16x128", 16, 128, 128, staged=True, keeps_sums=True),
+    LinearVariant("whole_32x128", 32, 128, 128, staged=True, keeps_sums=True),
+    LinearVariant("whole_64x128_wide", 64, 128, 256, staged=True, keeps_sums=True),
+    LinearVariant("whole_64x128", 64, 128, 128, staged=True, keeps_sums=True),
 )
 """For more pairs; the last only where there are warpgroups (`num_expert_tiles`)."""
 

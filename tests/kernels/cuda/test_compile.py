@@ -17,6 +17,7 @@ import pytest
 from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.compile import Compiled, Resources, compile_kernels
 from shardline.kernels.cuda.errors import KernelCompileError
+from shardline.kernels.cuda.pack import Format
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs the extra 'cuda12' or 'cuda13'")
 
@@ -164,8 +165,9 @@ def test_compiles_without_spills(
     wanted, dynamic = KERNELS.get(file, set()), {}
     if file in ("linear", "experts"):
         variants = variants_of(file, defines, arch)
+        form = Format(defines["BITS"], defines["GROUP"], bool(defines["HAS_MIN"]), bool(defines["SCALE_F32"]))
         gated_alone = defines.get("ACTIVATION", 0) or defines.get("GATED_BIAS", 0)
-        dynamic = {variant.name: variant.shared_bytes(defines["BITS"], arch) for variant in variants}
+        dynamic = {variant.name: variant.shared_bytes(form, arch) for variant in variants}
         if file == "linear":
             gated = {f"gated_{variant.name}" for variant in variants if variant.gated}
             wanted = gated if gated_alone else gated | dynamic.keys()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardline.kernels.cuda import tables
+from shardline.kernels.cuda.pack import Format
 
 ARCHES = (80, 86, 89, 90, 120)
 
@@ -50,11 +51,13 @@ def test_every_launch_of_experts_fits_its_card() -> None:
             variant = tables.expert_variant(plan, channels, blocks, group_size, arch, 28)
             assert variant.tokens == plan.tile_pairs
             assert variant in (*itertools.chain(*tables.EXPERT_FEW.values()), *tables.EXPERT_WHOLE)
-            if variant.stages == 0:
+            if not variant.staged:
                 assert variant in tables.EXPERT_FEW[plan.tile_pairs, tables.slices(blocks)]
             # Tiles, pairs and the matrix's addresses take a little static shared memory.
             limit = tables.HOPPER_SHARED_LIMIT if arch == 90 else tables.SHARED_LIMIT
-            assert variant.shared_bytes(bits, arch) + 1024 <= limit
+            for has_minimum, scale_f32 in itertools.product((False, True), (False, True)):
+                if group_size > 16 or not has_minimum:
+                    assert variant.shared_bytes(Format(bits, group_size, has_minimum, scale_f32), arch) + 1024 <= limit
             assert plan.tiles <= 65535
 
 
@@ -67,7 +70,8 @@ def test_every_launch_of_products_fits_its_card() -> None:
                 tokens, channels, blocks, bits, group_size, has_minimum, arch, 28, gated=gated
             )
             limit = tables.HOPPER_SHARED_LIMIT if arch == 90 else tables.SHARED_LIMIT
-            assert launch.shared_bytes(bits, arch) <= limit
+            for scale_f32 in (False, True):
+                assert launch.shared_bytes(Format(bits, group_size, has_minimum, scale_f32), arch) <= limit
             assert launch.grid[0] * launch.variant.channels >= channels
             assert launch.grid[1] * launch.variant.tokens >= tokens
             assert tables.slices(blocks) % launch.grid[2] == 0
