@@ -7,8 +7,8 @@ from typing import Any
 from shardline.kernels import checks
 from shardline.kernels.backend import Array, KVCache, KVLayout, RopeTable, Rows
 from shardline.kernels.cuda import tables
-from shardline.kernels.cuda.core import CudaCore, address, float32, int32
-from shardline.kernels.cuda.workspace import attends_whole, query_tiles_size, split_sums
+from shardline.kernels.cuda.core import CudaCore, float32, int32
+from shardline.kernels.cuda.workspace import attends_whole, split_sums
 from shardline.kernels.errors import UnsupportedOperationError
 
 LOG2_E = 1.4426950408889634
@@ -27,36 +27,14 @@ class AttentionOps(CudaCore):
         group = query_heads // cache.layout.num_kv_heads
         if group > MOST_HEADS_A_KV_HEAD:
             raise UnsupportedOperationError(f"{group} query heads a KV head (at most {MOST_HEADS_A_KV_HEAD})", "cuda")
-        blocks = self._split_blocks(rows, cache, group)
-        tiles = self._buffer("query tiles", query_tiles_size(rows.positions.shape[0]), "int32")
-        work = self._buffer("attention work", 8 * blocks, "int32")
+        tiles = self._buffer("query tiles", 2 * rows.positions.shape[0], "int32")
         self._launch(
             ("attention", "query_tiles"),
             (1,),
             1024,
-            (
-                rows.positions,
-                rows.sequences,
-                tiles,
-                address(tiles, 4 * rows.count),
-                work,
-                int32(rows.count),
-                int32(16 // group),
-                int32(rows.count),
-                int32(cache.layout.num_kv_heads),
-                int32(blocks),
-            ),
+            (rows.positions, rows.sequences, tiles, int32(rows.count), int32(16 // group), int32(rows.count)),
             **cache.defines,
         )
-
-    def _split_blocks(self, rows: Rows, cache: KVCache, group: int) -> int:
-        """Blocks that share out all splits, of rows that alone would not fill the device; 0: those that do."""
-        layout: KVLayout = cache.layout
-        if attends_whole(rows.count, layout.num_kv_heads, group, self._processors):
-            return 0
-        bits = cache.defines.get("KV_BITS", 16)
-        held = tables.attention_blocks(layout.head_dim, bits, self.arch, self._processors)
-        return min(held, rows.count * layout.num_kv_heads * _max_splits(rows, layout))
 
     def rope_kv_write(
         self,
@@ -126,23 +104,20 @@ class AttentionOps(CudaCore):
         query_heads = checks.heads(qkv, rows, layout, layer)
         group = query_heads // layout.num_kv_heads
         assert group <= MOST_HEADS_A_KV_HEAD, "begin_step refuses it"
-        max_splits = _max_splits(rows, layout)
-        # Both ways give the same bits.
-        blocks = self._split_blocks(rows, cache, group)
-        need = split_sums(rows.count, query_heads, layout.head_dim, max_splits) if blocks else 0
+        max_splits = -(-rows.block_tables.shape[1] * layout.block_size // tables.ATTENTION_SPLIT)
+        # Both ways give the same bits; splits over blocks where rows alone would not fill the device.
+        whole = attends_whole(rows.count, layout.num_kv_heads, group, self._processors)
+        need = 0 if whole else split_sums(rows.count, query_heads, layout.head_dim, max_splits)
         partial = self._buffer("split sums", need)
-        grid = (blocks, 1, 1) if blocks else (1, layout.num_kv_heads, rows.count)
+        # The splits that a tile can see.
+        seen = min(max_splits, tables.splits_of_window(window)) if window else max_splits
+        width = min(seen, max(1, -(-4 * self._processors // (rows.count * layout.num_kv_heads))))
         extra: list[Any] = []
         defines = cache.defines
         factor = scale * LOG2_E
         if window:
             extra.append(int32(window))
             defines["WINDOW"] = 1
-            if blocks:
-                # The splits that a tile can see, over as many blocks as the device holds.
-                seen = min(max_splits, tables.splits_of_window(window))
-                width = min(seen, max(1, -(-4 * self._processors // (rows.count * layout.num_kv_heads))))
-                grid = (width, layout.num_kv_heads, rows.count)
         if softcap:
             factor = 2 * LOG2_E * scale / softcap
             extra.append(float32(softcap * LOG2_E))
@@ -152,16 +127,16 @@ class AttentionOps(CudaCore):
             extra.append(sinks)
             defines["SINKS"] = 1
         self._launch(
-            ("attention", "attend_splits" if blocks else "attend_rows"),
-            grid,
+            ("attention", "attend_rows" if whole else "attend_splits"),
+            (1 if whole else width, layout.num_kv_heads, rows.count),
             128,
             (
                 qkv,
                 cache.keys[layer],
                 cache.values[layer],
                 self._buffers["query tiles"],
-                self._buffers["attention work"],
                 rows.positions,
+                rows.sequences,
                 rows.block_tables,
                 partial,
                 self._arrived,
@@ -183,12 +158,6 @@ class AttentionOps(CudaCore):
         )
         if layout.head_dim % 32:
             self._make_fragments(out, rows.count, unit=True)
-
-
-def _max_splits(rows: Rows, layout: KVLayout) -> int:
-    """That a row of the block tables holds."""
-    positions = int(rows.block_tables.shape[1]) * layout.block_size
-    return -(-positions // tables.ATTENTION_SPLIT)
 
 
 def _shift(layout: KVLayout) -> int:

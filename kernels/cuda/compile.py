@@ -20,7 +20,7 @@ BUILDS_ON = {
     "staged": ("gate.cuh", "groups.cuh", "tiles.cuh", "scale.cuh", "staged.cuh"),
     "choices": ("gate.cuh", "groups.cuh", "tiles.cuh", "scale.cuh", "staged.cuh"),
     "activation": ("scale.cuh", "prepare.cuh"),
-    "attention": ("attention_kinds.cuh", "attention_walk.cuh", "attention_results.cuh"),
+    "attention": ("attention_kinds.cuh",),
     "norms": ("scale.cuh", "prepare.cuh"),
     "reorder": ("scale.cuh", "prepare.cuh"),
     "pointwise": ("gate.cuh",),

@@ -20,10 +20,6 @@ ATTENTION_SPLIT = 256
 SHARED_LIMIT = 99 * 1024
 """Shared memory a block on consumer cards (sm_86, sm_89, sm_120)."""
 HOPPER_SHARED_LIMIT = 227 * 1024
-MULTIPROCESSOR_SHARED = {80: 164 << 10, 90: 228 << 10}
-"""Shared memory that the blocks of a multiprocessor share, by arch; of others 100 KiB."""
-ATTENTION_STATIC = 6 << 10
-"""Shared memory of a block of attention.cu besides the dynamic, with what CUDA takes for itself."""
 
 
 class Form(Protocol):
@@ -178,27 +174,13 @@ MANY_CHANNELS = 32768
 """Beyond these, tiles of 16 tokens in shared memory are faster than those in registers."""
 
 
-def attention_stages(head_dim: int, kv_bits: int = 16) -> int:
-    """Tiles of 64 keys and values that a block of attention.cu has in shared memory."""
-    return 2 if kv_bits == 8 or head_dim <= 128 else 1
-
-
 def attention_shared_bytes(head_dim: int, kv_bits: int = 16) -> int:
-    """Dynamic shared memory of attention.cu's blocks."""
-    # Rows of an odd number of 16 bytes; with 8 bits a float16 scale a position.
-    row = (head_dim // 16 | 1) * 16 + 2 if kv_bits == 8 else head_dim * 2 + 16
-    return attention_stages(head_dim, kv_bits) * 2 * 64 * row
-
-
-def attention_resident(head_dim: int) -> int:
-    """Blocks of attention.cu that registers allow a multiprocessor."""
-    return 4 if head_dim <= 64 else 3 if head_dim <= 128 else 2
-
-
-def attention_blocks(head_dim: int, kv_bits: int, arch: int, processors: int) -> int:
-    """Blocks of attend_splits that a device holds at once."""
-    fit = MULTIPROCESSOR_SHARED.get(arch, 100 << 10) // (attention_shared_bytes(head_dim, kv_bits) + ATTENTION_STATIC)
-    return processors * max(1, min(fit, attention_resident(head_dim)))
+    """Dynamic shared memory of attention.cu's blocks: tiles of 64 keys and values, two in flight where they fit."""
+    if kv_bits == 8:
+        # Rows of an odd number of 16 bytes; a float16 scale a position.
+        return 2 * 2 * 64 * ((head_dim // 16 | 1) * 16 + 2)
+    tiles_in_flight = 2 if head_dim <= 128 else 1
+    return tiles_in_flight * 2 * 64 * (head_dim * 2 + 16)
 
 
 def splits_of_window(window: int) -> int:

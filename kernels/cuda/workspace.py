@@ -140,9 +140,7 @@ def step_workspace(step: StepShape, weights: WeightShapes, arch: int, processors
     for place, inputs in weights.ordered:
         found.want_rows(f"ordered {place}", most, inputs)
     if step.kv_heads:
-        found.want("query tiles", query_tiles_size(step.rows), "int32")
-        blocks = max(tables.attention_blocks(step.head_dim, bits, arch, processors) for bits in (16, 8))
-        found.want("attention work", 8 * blocks, "int32")
+        found.want("query tiles", 2 * step.rows, "int32")
         found.want("split sums", _most_split_sums(step, processors))
     for experts in weights.experts:
         _want_experts(found, step, experts)
@@ -196,11 +194,6 @@ def slice_sums(product: Product, rows: int, arch: int, processors: int) -> int:
 def attends_whole(rows: int, kv_heads: int, group: int, processors: int) -> bool:
     """Whether a block of attention.cu walks all of its rows' positions: there are blocks enough without splits."""
     return rows * kv_heads >= 4 * processors * (16 // group)
-
-
-def query_tiles_size(rows: int) -> int:
-    """int32 of the query tiles that so many rows may make, and of the numbers of keys' tiles before each."""
-    return 5 * rows + 1
 
 
 def split_sums(rows: int, query_heads: int, head_dim: int, max_splits: int) -> int:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from shardline.kernels import KVLayout, RopeTable, Rows
-from shardline.kernels.cuda import tables
 
 pytestmark = pytest.mark.gpu
 DTYPES = ["float16", "int8"]
@@ -203,26 +202,6 @@ def test_a_row_is_the_same_in_any_company(cuda: Any, way: str, dtype: str) -> No
             runs.append((int(s), first, end))
         got = sequences.attend(runs)
         assert np.array_equal(got, np.concatenate([alone[s][first:end] for s, first, end in runs])), count
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "group", "kv_heads"), [(128, 4, 3), (64, 7, 1), (256, 2, 2), (80, 16, 2)])
-def test_any_number_of_blocks_gives_the_same_bits(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, kv_heads: int, dtype: str
-) -> None:
-    """From one block that walks everything to one for every split; their parts begin in the middle of sequences."""
-    lengths = [1, 1100, 64, 5, 65, 130, 300, 256, 700, 257]
-    sequences = make(cuda, head_dim, group, kv_heads, lengths, 8, dtype=dtype).of({"sinks": True} if group == 7 else {})
-    runs = [(s, length - 1, length) for s, length in enumerate(lengths)]
-    runs += [(1, 200, 300), (8, 0, 1), (6, 290, 300)]
-    monkeypatch.setattr(cuda, "_processors", 0)
-    expected = sequences.attend(runs)
-    assert np.isfinite(expected).all()
-    monkeypatch.setattr(cuda, "_processors", 10**5)
-    for blocks in (1, 2, 3, 4, 5, 7, 11, 16, 23, 31, 50, 77, 10**6):
-        monkeypatch.setattr(tables, "attention_blocks", lambda *_, blocks=blocks: blocks)
-        for _ in range(2):
-            assert np.array_equal(sequences.attend(runs), expected), blocks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shardline.kernels.cuda import tables
-from shardline.kernels.cuda.compile import Compiled, Resources, compile_kernels
+from shardline.kernels.cuda.compile import Compiled, compile_kernels
 from shardline.kernels.cuda.errors import KernelCompileError
 from shardline.kernels.cuda.pack import Format
 
@@ -147,16 +147,6 @@ def variants_of(file: str, defines: dict[str, int], arch: int) -> list[tables.Li
     return [*FEW, *tables.SPLIT[:there], *tables.WHOLE[:there]]
 
 
-def check_blocks_of_attention(used: Resources, dynamic: int, head_dim: int, bits: int, arch: int) -> None:
-    """A multiprocessor holds as many as share out the work."""
-    blocks = tables.attention_blocks(head_dim, bits, arch, 1)
-    # A warp takes registers in steps of 256, and a block 1 KiB of shared memory besides its own.
-    assert blocks * 4 * -(-used.registers * 32 // 256) * 256 <= 1 << 16
-    assert used.static_shared_bytes + 1024 <= tables.ATTENTION_STATIC
-    shared = dynamic + used.static_shared_bytes + 1024
-    assert blocks * shared <= tables.MULTIPROCESSOR_SHARED.get(arch, 100 << 10)
-
-
 @pytest.mark.parametrize(("file", "defines", "arch"), CASES, ids=str)
 def test_compiles_without_spills(
     compiled: Callable[[str, dict[str, int], int], Compiled], file: str, defines: dict[str, int], arch: int
@@ -182,9 +172,6 @@ def test_compiles_without_spills(
     elif file == "attention":
         size = tables.attention_shared_bytes(defines["HEAD_DIM"], defines.get("KV_BITS", 16))
         dynamic = dict.fromkeys(("attend_rows", "attend_splits"), size)
-        check_blocks_of_attention(
-            resources["attend_splits"], size, defines["HEAD_DIM"], defines.get("KV_BITS", 16), arch
-        )
     elif file == "route":
         dynamic = {variant.name: variant.shared_bytes for variant in (tables.ROUTE_ONE, *tables.ROUTE)}
     elif file == "dispatch":
