@@ -1,7 +1,7 @@
 """What a GPU does in a second, for the planner: from what the driver says of it, and what was measured on one.
 
 Fitted to whole decode steps of two models on an H200 (`python -m benchmarks.gpu_model`: an 8B and a 30B-A3B in 4 bits,
-1 to 256 rows), which these numbers follow within a quarter. Other cards are reckoned from there: bytes with their
+1 to 256 rows), which these numbers follow within a fifth. Other cards are reckoned from there: bytes with their
 memory's rate; arithmetic with their tensor cores where these are slower than the unpacking of weights, which bounds an
 H200. No consumer card has been measured, so between cards of unlike generations the split may be off its best.
 """
@@ -15,13 +15,13 @@ from shardline.kernels import CudaDevice
 STREAM_SHARE = 0.55
 """Of the memory's peak rate, what products stream their weights at."""
 
-LAYER_SECONDS = 25e-6
+LAYER_SECONDS = 23e-6
 """Of each layer's kernels, which wait for one another, whatever they read."""
 
 EXPERTS_SECONDS = 15e-6
 """And of a layer with experts besides: its router, and its products that wait for it."""
 
-UNPACKED_FLOPS = 880
+UNPACKED_FLOPS = 1050
 """The most arithmetic that one multiprocessor does in a clock on weights that it has to unpack."""
 
 TENSOR_SHARE = 0.6
