@@ -13,7 +13,7 @@
 // grid (ceil(channel tiles * 16 / channels of the kernel), tiles); blocks whose tile has no pairs leave at once.
 // Defines: those of linear.cu; EXPERTS 1; IS_GATED 0 or 1.
 
-static_assert(EXPERTS, "tiles.cuh must know");
+static_assert(EXPERTS, "output.cuh must know");
 
 // The block's expert, its matrix and its pairs, in shared memory (see Output). Returns how many there are.
 template <int TOKENS>

@@ -164,7 +164,7 @@ SPLIT_PARTIALS = 12
 CLUSTER_SLOTS = 0.967
 """Not every place for a block has the others of its cluster near it."""
 CLUSTERS_FROM = 90
-"""The oldest arch whose blocks can read each other's shared memory (tiles.cuh)."""
+"""The oldest arch whose blocks can read each other's shared memory (many_tokens.cuh)."""
 
 LAST_WAVE = 0.63
 """How much of a last wave that is not full counts as if it were."""

@@ -1,215 +1,4 @@
-// Products of a tile of channels and a tile of tokens, for few tokens and for many, and where their results go. The contract and the
-// layouts stand in linear.cu. Defines besides those: EXPERTS (experts.cu), GATED_BIAS and ACTIVATION of gated products; 0 if there are none.
-
-#ifndef EXPERTS
-#define EXPERTS 0
-#endif
-#ifndef GATED_BIAS
-#define GATED_BIAS 0
-#endif
-
-// Blocks of K that a tile of many tokens has in shared memory: on an H200 more are worth their room, which other cards do not have.
-#if WARPGROUPS
-constexpr int STAGES = BITS == 4 ? 6 : 4;
-#else
-constexpr int STAGES = BITS == 8 && (HAS_MIN || GROUPS_A_BLOCK * sizeof(Pair) > 8) ? 3 : 4;
-#endif
-
-struct Output {
-    float* out;
-    const float* x_scale;
-    const float* bias;  // or null
-    int M, N, stride;  // stride: columns of `out`
-    int accumulate;
-    u32* largest;  // gated: bits of each token's largest magnitude, zero before
-#if GATED_BIAS
-    const float* up_bias;  // `bias` is the gate's
-#endif
-#if EXPERTS
-    // In shared memory, of each token of the tile: its row of `out` (-1 past the last), and where its activations start.
-    const int* pairs;
-    const u32* places;
-    int pairs_a_row;  // rows of `out` that share one of x
-    const int* expert;  // in shared memory; biases are those of all experts
-#endif
-};
-
-#if EXPERTS
-// A tile's tokens lie anywhere: `token` counts within the tile.
-DEVICE bool is_past(const Output& o, int token) { return o.pairs[token] < 0; }
-DEVICE int row_of(const Output& o, int token) { return o.pairs[token]; }
-DEVICE int source_of(const Output& o, int token) { return o.pairs[token] / o.pairs_a_row; }
-DEVICE size_t bias_of(const Output& o, int channels, int channel) { return (size_t)*o.expert * channels + channel; }
-// Where a row's activations start, in vectors, and its sums, in floats, in the layouts of linear.cu.
-DEVICE u32 place_of(int row, int KB) { return (u32)(row >> 3) * KB * 64 + (row & 7); }
-DEVICE u32 sums_of(u32 place) { return (place >> 3) * 2 + (place & 7); }
-#else
-DEVICE bool is_past(const Output& o, int token) { return token >= o.M; }
-DEVICE int row_of(const Output&, int token) { return token; }
-DEVICE int source_of(const Output&, int token) { return token; }
-DEVICE int bias_of(const Output&, int, int channel) { return channel; }
-#endif
-
-// `f` is the sum of the slices of one channel and token.
-DEVICE void store(const Output& o, int token, int channel, float f) {
-    if (is_past(o, token) || channel >= o.N) return;
-    float y = __fmul_rn(f, o.x_scale[source_of(o, token)]);
-    if (o.bias) y = __fadd_rn(y, o.bias[bias_of(o, o.N, channel)]);
-    float* at = o.out + (size_t)row_of(o, token) * o.stride + channel;
-    *at = o.accumulate ? __fadd_rn(*at, y) : y;
-}
-
-// Channels count the gated pair once. Returns the bits of the magnitude, whose order as integers is that of the magnitudes.
-DEVICE u32 store_gated(const Output& o, int token, int channel, float gate, float up, float s) {
-    if (is_past(o, token) || channel >= o.N / 2) return 0;
-#if GATED_BIAS
-    const size_t own = bias_of(o, o.N / 2, channel);
-    const float y = join(__fadd_rn(__fmul_rn(gate, s), o.bias[own]), __fadd_rn(__fmul_rn(up, s), o.up_bias[own]));
-#elif ACTIVATION
-    const float y = join(__fmul_rn(gate, s), __fmul_rn(up, s));
-#else
-    const float y = __fmul_rn(silu(__fmul_rn(gate, s)), __fmul_rn(up, s));
-#endif
-    o.out[(size_t)row_of(o, token) * o.stride + channel] = y;
-    return __float_as_uint(y) & 0x7fffffffu;
-}
-
-DEVICE float scale_of(const Output& o, int token) { return is_past(o, token) ? 0.f : o.x_scale[source_of(o, token)]; }
-
-DEVICE u32 store_gated(const Output& o, int token, int channel, float gate, float up) {
-    return store_gated(o, token, channel, gate, up, scale_of(o, token));
-}
-
-// S is 1, 4 or 8.
-DEVICE int slice_begin(int slice, int slices, int blocks) {
-    const u32 units = blocks / BLOCKS_A_GROUP;
-    return (int)(slice * units >> (31 - __clz(slices))) * BLOCKS_A_GROUP;
-}
-
-// -- few tokens: weights and activations straight from memory to registers, one warp a slice ------------------------------
-//
-// grid (tiles / (MI * WN)); 32 * S * WN threads. PF blocks of weights are in flight a warp, and MOST_NEAR of activations where
-// there is room, else two.
-// A lane whose token does not exist reads nothing, so activations cost M * 128 bytes a block.
-constexpr int MOST_NEAR = 4;
-
-template <int NI, int MI, int S, int WN, int PF, bool GATED>
-DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_sums, const Output& o, int tiles, int KB) {
-    // Blocks of activations in flight.
-    constexpr int NEAR = NI == 1 && PF >= MOST_NEAR ? MOST_NEAR : 2;
-    static_assert(PF % BLOCKS_A_GROUP == 0 && PF % NEAR == 0, "a slot of the ring must know its place in a group");
-    constexpr int CHANNELS = WN * MI * 16, STEP = VECTORS * 32, GROUP_STEP = 8;
-    __shared__ float sums[S][NI * 8][CHANNELS + 1];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slice = warp % S, column = warp / S;
-    // A warp past the end repeats the last tiles; what it computes has no channel to be stored in.
-    const int tile = min(blockIdx.x * WN * MI + column * MI, (u32)(tiles - MI));
-    const int begin = slice_begin(slice, S, KB), blocks = slice_begin(slice + 1, S, KB) - begin, groups = KB * 64 / GROUP;
-    const u32 tile_stride = KB * STEP, group_stride = groups * GROUP_STEP;
-    // Pointers move by PF blocks a round, so that within it every address is a register and a constant.
-    const uint4* w = weights.w + ((size_t)tile * KB + begin) * STEP + lane;
-    const size_t first_scale = ((size_t)tile * groups + begin * 64 / GROUP) * GROUP_STEP + (lane >> 2);
-    const Pair *scale = weights.scale + first_scale, *minimum = weights.minimum + first_scale;
-#if EXPERTS
-    const u32* xp[NI];
-    const float* sp[NI][2];
-    UNROLL for (int n = 0; n < NI; n++) {
-        xp[n] = (const u32*)(x + (size_t)begin * 64 + o.places[n * 8 + (lane >> 2)]) + (lane & 3);
-        UNROLL for (int h = 0; h < 2; h++) sp[n][h] = x_sums + (size_t)begin * 16 + sums_of(o.places[n * 8 + (lane & 3) * 2 + h]);
-    }
-#else
-    const u32* xp = (const u32*)(x + (size_t)begin * 64) + lane;
-    const float* sp = x_sums + (size_t)begin * 16 + (lane & 3) * 2;
-#endif
-
-    uint4 q[PF][MI][VECTORS], xf[NEAR][2][NI];
-    Scales<MI> scales[PF];
-    auto fetch = [&](int p, int ahead) {
-        UNROLL for (int i = 0; i < MI; i++) {
-            UNROLL for (int v = 0; v < VECTORS; v++) q[p][i][v] = load_streaming(w + i * tile_stride + (p + ahead) * STEP + v * 32);
-            UNROLL for (int g = 0; g < GROUPS_A_BLOCK; g++) {
-                // Of a group of several blocks, the last block's slot has the scales.
-                if (p % BLOCKS_A_GROUP != BLOCKS_A_GROUP - 1) continue;
-                const int at = ((p + ahead) / BLOCKS_A_GROUP * GROUPS_A_BLOCK + g) * GROUP_STEP;
-                scales[p].scale[i][g] = scale[i * group_stride + at];
-#if HAS_MIN
-                scales[p].minimum[i][g] = minimum[i * group_stride + at];
-#endif
-            }
-        }
-    };
-    auto fetch_x = [&](int p, int ahead) {
-        UNROLL for (int n = 0; n < NI; n++) UNROLL for (int h = 0; h < 2; h++) {
-            xf[p % NEAR][h][n] = make_uint4(0, 0, 0, 0);
-            if (n * 8 + (lane >> 2) >= o.M) continue;
-#if EXPERTS
-            const u32* at = xp[n] + (p + ahead) * 256 + h * 128;
-#else
-            const u32* at = xp + (size_t)n * KB * 256 + (p + ahead) * 256 + h * 128;
-#endif
-            xf[p % NEAR][h][n] = make_uint4(at[0], at[32], at[64], at[96]);
-        }
-    };
-    let_next_start();
-    UNROLL for (int p = 0; p < PF; p++) if (p < blocks) fetch(p, 0);
-    after_previous();
-    UNROLL for (int p = 0; p < NEAR; p++) if (p < blocks) fetch_x(p, 0);
-
-    float P[MI][NI][4], T[MI][NI][4];
-    GroupSum X[NI];
-    UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++) T[i][n][e] = 0.f;
-    for (int left = blocks; left > 0; left -= PF) {
-        UNROLL for (int p = 0; p < PF; p++) {
-            if (p < left) {
-                UNROLL for (int h = 0; h < 2; h++)
-#if EXPERTS
-                    multiply<MI, NI>(P, T, X, q[p], scales[p], xf[p % NEAR][h], SumsOfPairs<NI>{sp, p * 16 + h * 8}, h, p);
-#else
-                    multiply<MI, NI>(P, T, X, q[p], scales[p], xf[p % NEAR][h], SumsOfTokens{sp + p * 16 + h * 8, (size_t)KB * 16}, h, p);
-#endif
-                if (p + PF < left) fetch(p, PF);
-                if (p + NEAR < left) fetch_x(p, NEAR);
-            }
-        }
-        w += PF * STEP;
-        scale += PF * 64 / GROUP * GROUP_STEP;
-        minimum += PF * 64 / GROUP * GROUP_STEP;
-#if EXPERTS
-        UNROLL for (int n = 0; n < NI; n++) {
-            xp[n] += PF * 256;
-            UNROLL for (int h = 0; h < 2; h++) sp[n][h] += PF * 16;
-        }
-#else
-        xp += PF * 256;
-        sp += PF * 16;
-#endif
-    }
-
-    UNROLL for (int i = 0; i < MI; i++) UNROLL for (int n = 0; n < NI; n++) UNROLL for (int e = 0; e < 4; e++)
-        sums[slice][n * 8 + (lane & 3) * 2 + (e & 1)][(column * MI + i) * 16 + (lane >> 2) + (e >> 1) * 8] = T[i][n][e];
-    __syncthreads();
-    auto sum = [&](int token, int channel) {
-        float f = sums[0][token][channel];
-        UNROLL for (int s = 1; s < S; s++) f = __fadd_rn(f, sums[s][token][channel]);
-        return f;
-    };
-    const int count = min(o.M, NI * 8);
-    const int first = blockIdx.x * CHANNELS;
-    if (GATED) {
-        const int total = count * (CHANNELS / 2);
-        for (int id0 = 0; id0 < total; id0 += blockDim.x) {
-            const int id = id0 + threadIdx.x, token = id / (CHANNELS / 2), pair = id % (CHANNELS / 2), c = (pair >> 4) * 32 + (pair & 15);
-            u32 magnitude = id < total ? store_gated(o, token, first / 2 + pair, sum(token, c), sum(token, c + 16)) : 0;
-            // 16 lanes have one token. A maximum is the same in any order.
-            UNROLL for (int d = 8; d > 0; d >>= 1) magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, d));
-            if (id < total && (lane & 15) == 0) atomicMax(o.largest + row_of(o, token), magnitude);
-        }
-    } else {
-        for (int id = threadIdx.x; id < count * CHANNELS; id += blockDim.x)
-            store(o, id / CHANNELS, first + id % CHANNELS, sum(id / CHANNELS, id % CHANNELS));
-    }
-}
-
-// -- many tokens: both operands through shared memory -----------------------------------------------------------------------
+// Products of many tokens: both operands through shared memory. Contract and layouts: linear.cu.
 //
 // A warp's tile is 32 channels by NI * 8 tokens; a block's WC * 32 channels by WT * NI * 8 tokens.
 // grid (ceil(tiles / (WC * 2)), ceil(tokens / (WT * NI * 8)), Z), Z a divisor of the slices; 32 * WC * WT threads; STAGES blocks of K in
@@ -218,6 +7,14 @@ DEVICE void few_tokens(const Weights& weights, const uint4* x, const float* x_su
 // cluster: each keeps its T in shared memory (one or two slices a block; the last where the stages were), and adds up its share of the
 // tile's tokens from all of them. Elsewhere each T goes to `partial` [S][x and y blocks][values][threads], and the last block to arrive adds.
 // Otherwise Z is 1 and the sum F waits in shared memory between slices.
+
+// Blocks of K that a tile of many tokens has in shared memory: on an H200 more are worth their room, which other cards do not have.
+#if WARPGROUPS
+constexpr int STAGES = BITS == 4 ? 6 : 4;
+#else
+constexpr int STAGES = BITS == 8 && (HAS_MIN || GROUPS_A_BLOCK * sizeof(Pair) > 8) ? 3 : 4;
+#endif
+
 #if __CUDA_ARCH__ >= 900
 #define CLUSTERS 1
 #else
@@ -389,9 +186,9 @@ DEVICE void many_tokens(const Weights& weights, const uint4* x, const float* x_s
             UNROLL for (int e = 0; e < 4; e++) P[1][n][e] = 0.f;
             X[n] = {0.f, 0.f};
         }
+        scales = {};  // one that is not finite would make a NaN of them
     };
     clear();
-    scales = {};
     copy_wait<STAGES - 2>();
     publish_to_tensor_cores();
     __syncthreads();
