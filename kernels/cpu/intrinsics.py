@@ -51,6 +51,10 @@ def emit_address(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stri
 
 def emit_pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset: int = 0) -> ir.Value:
     """The pointer to a value so many bytes behind an int64 address."""
+    # Making machine code, LLVM may take an index for the pointer and the address for the offset. numba links that code
+    # into callers and optimises it again; where the index is zero there, all of it would count as unreachable. Past
+    # llvmlite's own check, which does not know the name.
+    set.add(builder.function.attributes, "null_pointer_is_valid")
     return builder.inttoptr(builder.add(address, I64(offset)), pointee.as_pointer())
 
 

@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from shardline.kernels.cpu.intrinsics import exp_f32, float_to_half, fma, half_to_float
+from shardline.kernels.cpu.intrinsics import F32, I8, emit_pointer, exp_f32, float_to_half, fma, half_to_float
 from shardline.kernels.cpu.jit import jit
 
 
@@ -124,3 +127,27 @@ def test_loops_over_exp_and_halves_vectorise() -> None:
         # From memory, the width is the last letter of the name: vcvtps2phxy reads eight floats.
         wide = ("ymm" in line or "zmm" in line or line.split()[0].endswith(("y", "z")) for line in lines)
         assert any(wide), instruction
+
+
+@intrinsic
+def _read_behind_null(typingctx: Any, address: Any) -> Any:
+    """Twice the float at an address: once as it is, once as an offset from null, which is how LLVM may write it when it
+    makes machine code."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        plain = builder.load(emit_pointer(builder, args[0], F32), align=4)
+        null = ir.Constant(I8.as_pointer(), None)
+        behind = builder.bitcast(builder.gep(null, [args[0]]), F32.as_pointer())
+        return builder.fadd(plain, builder.load(behind, align=4))
+
+    return types.float32(types.int64), codegen
+
+
+def test_an_address_may_be_an_offset_from_null() -> None:
+    """Else LLVM takes such code for one that never runs, and the test of a loop around it goes as well."""
+    read = jit(lambda address: _read_behind_null(address))
+    signature = (types.int64,)
+    read.compile(signature)
+    assert "fadd float" in read.inspect_llvm(signature)
+    value = np.array([1.5], np.float32)
+    assert read(value.ctypes.data) == 3.0
