@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from shardline.kernels.cpu.intrinsics import F32, I64, constant_like, emit_exp, emit_fma
+from shardline.kernels.cpu.intrinsics import F32, I64, constant_like, emit_exp, emit_fma, emit_pointer
 from shardline.kernels.cpu.resident import LANES
 from shardline.kernels.experts import Activation
 
@@ -39,10 +39,7 @@ def activate(typingctx: Any, activation: Any, gate: Any, up: Any) -> Any:
         for name, code in CODES.items():
             with builder.if_then(builder.icmp_signed("==", activation, I64(code))):
                 for offset in range(0, 4 * LANES, 64):
-                    place, source = (
-                        builder.inttoptr(builder.add(address, I64(offset)), _VECTOR.as_pointer())
-                        for address in (gate, up)
-                    )
+                    place, source = (emit_pointer(builder, address, _VECTOR, offset) for address in (gate, up))
                     g, u = builder.load(place, align=4), builder.load(source, align=4)
                     builder.store(_EMIT[name](builder, g, u), place, align=4)
         return context.get_dummy_value()

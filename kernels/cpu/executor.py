@@ -23,7 +23,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from shardline.kernels.cpu.intrinsics import I32, I64, IEEE_MODE, call_operation, float_mode, set_float_mode
+from shardline.kernels.cpu.intrinsics import (
+    I32,
+    I64,
+    IEEE_MODE,
+    call_operation,
+    emit_pointer,
+    float_mode,
+    set_float_mode,
+)
 from shardline.kernels.cpu.jit import jit, operation
 from shardline.kernels.cpu.resident import aligned_zeros
 
@@ -209,7 +217,7 @@ def _load(typingctx: Any, address: Any) -> Any:
     """The int64 at an address, sequentially consistent."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+        return builder.load_atomic(emit_pointer(builder, args[0], I64), "seq_cst", 8)
 
     return types.int64(types.int64), codegen
 
@@ -219,7 +227,7 @@ def _store(typingctx: Any, address: Any, value: Any) -> Any:
     """Write the int64 at an address, sequentially consistent."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+        builder.store_atomic(args[1], emit_pointer(builder, args[0], I64), "seq_cst", 8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -230,7 +238,7 @@ def _add(typingctx: Any, address: Any, value: Any) -> Any:
     """Add to the int64 at an address, sequentially consistent; what it was before."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
+        return builder.atomic_rmw("add", emit_pointer(builder, args[0], I64), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
 
@@ -240,7 +248,7 @@ def _exchange(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
     """Replace the int64 at an address if it is the expected one; whether it was. Sequentially consistent."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        place = builder.inttoptr(args[0], I64.as_pointer())
+        place = emit_pointer(builder, args[0], I64)
         return builder.extract_value(builder.cmpxchg(place, args[1], args[2], "seq_cst", "seq_cst"), 1)
 
     return types.boolean(types.int64, types.int64, types.int64), codegen

@@ -168,7 +168,7 @@ def pointer(typingctx: Any, address: Any) -> Any:
     """An int64 address as the pointer that `numba.carray` takes."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
+        return builder.bitcast(emit_pointer(builder, args[0], I64), cgutils.voidptr_t)
 
     return types.voidptr(types.int64), codegen
 
