@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -321,11 +321,8 @@ def _abandon(runner: _LoopThread, client: AsyncClient) -> None:
         finally:
             runner.stop()
 
-    work = close()
-    try:
-        asyncio.run_coroutine_threadsafe(work, runner.loop)
-    except RuntimeError:
-        work.close()
+    with contextlib.suppress(EngineDeadError):
+        runner.submit(close())
 
 
 class _LoopThread:
@@ -336,6 +333,9 @@ class _LoopThread:
         # When the program ends with its client open, the tasks that still wait here are no fault to report.
         weakref.finalize(self, self.loop.set_exception_handler, _ignore)
         self._stopping = False
+        # Whatever was submitted before `_ended` runs, or is cancelled; the collector may submit in a thread that does.
+        self._lock = threading.RLock()
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="shardline-client", daemon=True)
         self._thread.start()
 
@@ -343,13 +343,17 @@ class _LoopThread:
     def running(self) -> bool:
         return not self.loop.is_closed()
 
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run it there. Raises EngineDeadError once nothing runs there any more."""
+        with self._lock:
+            if not self._ended:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        raise EngineDeadError("this client was closed")
+
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it there and wait; an interrupt here cancels it there."""
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        except RuntimeError:
-            work.close()
-            raise EngineDeadError("this client was closed") from None
+        future = self.submit(work)
         try:
             return future.result()
         except CancelledError:
@@ -382,6 +386,10 @@ class _LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
         finally:
+            with self._lock:
+                self._ended = True
+            # Or who submitted since the last time would wait for ever.
+            self.loop.run_until_complete(_cancel_others())
             self.loop.close()
 
 

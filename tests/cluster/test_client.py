@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import pytest
 import shardline
 from shardline import Client, Request, SamplingParams
 from shardline.cluster import AsyncClient, EngineDeadError, ModelNotFoundError, ShardlineError
+from shardline.cluster.client import _LoopThread
 from shardline.scheduler import InvalidParameterError, RequestTooLargeError
 
 CHAT = ({"role": "user", "content": "What is the capital of France?"},)
@@ -214,6 +215,29 @@ def test_several_threads_may_close_a_client(smollm2: Path) -> None:
         with ThreadPoolExecutor(8) as closing:
             list(closing.map(lambda _, client=client: client.close(), range(8)))
     ends_with(before)
+
+
+def test_nobody_waits_for_a_loop_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = _LoopThread()
+    late: list[Future[None]] = []
+    ends, closes = runner.loop.shutdown_default_executor, runner.loop.close
+
+    async def end() -> None:
+        await ends()
+        late.append(runner.submit(asyncio.sleep(3600)))  # the loop's last turn
+
+    def close() -> None:
+        with pytest.raises(EngineDeadError, match="closed"):
+            runner.submit(asyncio.sleep(3600))
+        closes()
+
+    monkeypatch.setattr(runner.loop, "shutdown_default_executor", end)
+    monkeypatch.setattr(runner.loop, "close", close)
+    runner.close()
+    assert late[0].cancelled()
+    assert not runner.running
+    with pytest.raises(EngineDeadError, match="closed"):
+        runner.call(asyncio.sleep(0))
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
