@@ -22,7 +22,9 @@ CARDS = [(86, 28), (86, 82), (89, 128), (90, 132), (120, 84)]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize(("channels", "inputs"), [(6144, 4096), (4096, 12288), (2048, 4096), (151936, 896)])
+@pytest.mark.parametrize(
+    ("channels", "inputs"), [(6144, 4096), (4096, 12288), (1536, 12288), (2048, 4096), (151936, 896)]
+)
 def test_slices_wait_in_what_was_foreseen_for_any_number_of_rows(
     channels: int, inputs: int, form: tuple[int, int, bool]
 ) -> None:
