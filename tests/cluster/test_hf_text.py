@@ -718,7 +718,11 @@ SMALL_DAMAGE = [
 
 
 class TestDamage:
-    @pytest.mark.parametrize(("made", "path", "value", "field", "problem"), DAMAGE, ids=lambda value: ascii(value)[:60])
+    @pytest.mark.parametrize(
+        ("made", "path", "value", "field", "problem"),
+        DAMAGE,
+        ids=lambda value: getattr(value, "__name__", ascii(value)[:60]),
+    )
     def test_is_named(
         self, tmp_path: Path, made: Callable[[], Document], path: str, value: Any, field: str | None, problem: str
     ) -> None:

@@ -149,7 +149,7 @@ def reshaped(name: str, *shape: int):
         ("smollm3", reshaped("blk.9.attn_norm.weight", 64), r"tensor blk\.9\.attn_norm\.weight: is not part of"),
         ("glm4moe", reshaped("blk.3.attn_norm.weight", 64), r"tensor blk\.3\.attn_norm\.weight: is not part of"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_tensors_that_do_not_fit_are_refused(tiny_model, family, edit, message):
     with pytest.raises(CheckpointError, match=message):
