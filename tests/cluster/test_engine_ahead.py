@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -541,12 +541,18 @@ def test_closed_under_load(prepared: Prepared, alone: Alone) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardline-stages")]
 
 
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    with connected(num_cpus=4):
+        yield
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("split", "victim"), [(SPLITS[0], 0), (SPLITS[1], 1), *((SPLITS[2], place) for place in range(3))]
 )
 def test_a_stage_in_a_process_of_its_own_is_killed_under_load(
-    smollm2: Path, alone: Alone, split: tuple[int, ...], victim: int
+    ray_cluster: None, smollm2: Path, alone: Alone, split: tuple[int, ...], victim: int
 ) -> None:
     prepared = stepping_ahead(smollm2, split)
     requests = (*FREE[2:9], PENALIZED[1])
@@ -577,11 +583,10 @@ def test_a_stage_in_a_process_of_its_own_is_killed_under_load(
             place != victim for place in range(len(split))
         ]
 
-    with connected(num_cpus=4):
-        engine: Any = build_engine(replace(prepared, options=replace(prepared.options, address="local")))
-        assert isinstance(engine._pipeline, RayPipeline)
-        engine._pipeline = RayPipeline(engine._pipeline.specs, LateLoader(prepared.path))
-        run_with(engine, work)
+    engine: Any = build_engine(replace(prepared, options=replace(prepared.options, address="local")))
+    assert isinstance(engine._pipeline, RayPipeline)
+    engine._pipeline = RayPipeline(engine._pipeline.specs, LateLoader(prepared.path))
+    run_with(engine, work)
 
 
 def lags(engine: Engine) -> list[int]:

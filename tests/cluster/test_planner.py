@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import assume, given, settings
@@ -353,6 +354,7 @@ def test_on_gpus_no_other_flight_gives_many_more_tokens(
     plan = plan_pipeline(model, LARGE, devices, wanted)
     costs = StageCosts(model, LARGE, devices, wanted, 1)
 
+    @cache
     def seconds(stage: int, rows: int) -> float:
         spec = plan.specs[stage]
         return costs.seconds(stage, spec.first_layer, spec.end_layer, head=spec.has_head, rows=rows)

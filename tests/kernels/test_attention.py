@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -264,24 +265,46 @@ def test_a_lone_position_of_eight_bits_gives_integer_times_scale_exactly(
         np.testing.assert_array_equal(output.reshape(9, 80), np.repeat(values, 3, axis=0))
 
 
+@pytest.fixture(scope="module")
+def token_by_token(cpu: Callable[[int], Backend]) -> Callable[[int, int, int, str], np.ndarray]:
+    """What `random_qkv([530], ...)` gives with one thread, one token a step and blocks of 16: computed once a shape."""
+
+    @cache
+    def run(query_heads: int, kv_heads: int, dim: int, dtype: str) -> np.ndarray:
+        qkv = random_qkv([530], query_heads, kv_heads, dim)
+        paged = Paged(cpu(1), qkv, kv_heads=kv_heads, dim=dim, block_size=16, dtype=dtype, seed=17)
+        output = paged.run(in_chunks(530, 1))[0]
+        output.flags.writeable = False
+        return output
+
+    return run
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("block_size", [8, 16, 64, 256])
 @pytest.mark.parametrize(("query_heads", "kv_heads", "dim"), [(9, 3, 64), (3, 3, 80), (7, 1, 96), (20, 1, 16)])
 def test_bits_do_not_depend_on_chunks_blocks_or_threads(
-    cpu: Callable[[int], Backend], query_heads: int, kv_heads: int, dim: int, block_size: int, dtype: str
+    cpu: Callable[[int], Backend],
+    token_by_token: Callable[[int, int, int, str], np.ndarray],
+    query_heads: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    dtype: str,
 ) -> None:
     length = 530
     qkv = random_qkv([length], query_heads, kv_heads, dim)
 
-    def run(threads: int, steps: Sequence[Step], size: int = block_size) -> np.ndarray:
-        paged = Paged(cpu(threads), qkv, kv_heads=kv_heads, dim=dim, block_size=size, dtype=dtype, seed=threads + size)
+    def run(threads: int, steps: Sequence[Step]) -> np.ndarray:
+        seed = threads + block_size
+        paged = Paged(cpu(threads), qkv, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype, seed=seed)
         return paged.run(steps)[0]
 
-    token_by_token = run(1, in_chunks(length, 1), 16)
+    expected = token_by_token(query_heads, kv_heads, dim, dtype)
     for threads in (1, 2, 3):
         for chunk in (7, 64, 256, length):
-            np.testing.assert_array_equal(run(threads, in_chunks(length, chunk)), token_by_token)
-    np.testing.assert_array_equal(run(2, in_chunks(length, 1)), token_by_token)
+            np.testing.assert_array_equal(run(threads, in_chunks(length, chunk)), expected)
+    np.testing.assert_array_equal(run(2, in_chunks(length, 1)), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
