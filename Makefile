@@ -13,7 +13,7 @@ demo: $(STAMP)
 	$(BIN)/shardline demo
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not gpu and not peer" $(TEST_ARGS)
+	$(BIN)/pytest -m "not gpu and not peer" -n auto --dist loadfile $(TEST_ARGS)
 
 test-peer: $(PEER_STAMP)
 	$(BIN)/pytest -m peer $(TEST_ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -59,3 +60,56 @@ def smollm2_metadata(smollm2: Path) -> Mapping[str, Any]:
         return MappingProxyType(dict(checkpoint.metadata))
     finally:
         checkpoint.close()
+
+
+# -- several workers at once (pytest-xdist) ----------------------------------------------------------------------------
+
+# Those without Ray that take longest: nobody is to begin one of them when the others have nothing left.
+LONG = ("test_bits.py", "test_package.py", "test_verify.py", "test_cli.py", "test_memory.py", "test_attention.py")
+
+
+@cache
+def starts_ray(path: Path) -> bool:
+    """Whether a file has tests that start a Ray cluster."""
+    return "pytest.mark.ray" in path.read_text()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`. Not one a core: a test may have two threads, or a cluster's processes."""
+    return 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker gets whole files, and one of them all files that start Ray: a cluster has no other one beside it."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneRay(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path: str = super()._split_scope(nodeid)
+            return "ray" if starts_ray(config.rootpath / path) else path
+
+        def remove_node(self, node: Any) -> str | None:
+            """A worker's end. What it crashed in has failed: xdist's own would run it again, and crash again."""
+            units = self.assigned_work[node]
+            crashed: str | None = next(
+                (test for unit in units.values() for test, done in unit.items() if not done), None
+            )
+            for scope, unit in list(units.items()):
+                if crashed in unit:
+                    unit[crashed] = True
+                if all(unit.values()):
+                    del units[scope]
+            super().remove_node(node)
+            return crashed
+
+    config.option.loadscopereorder = False
+    return OneRay(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a worker, the long ones first."""
+    if hasattr(config, "workerinput"):
+        places = {name: place for place, name in enumerate(LONG, start=1)}
+        items.sort(key=lambda item: 0 if starts_ray(item.path) else places.get(item.path.name, len(LONG) + 1))
