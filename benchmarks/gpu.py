@@ -52,7 +52,7 @@ class BenchBackend(CudaBackend):
         both, blocks = channels * (1 + gated), blocks_of(inputs)
         arrays = self._random_arrays(both, blocks, group_size, minimums)
         part = weights.CudaPart(4, group_size, minimums, False, *arrays, both, 0, blocks)
-        kept: weights.CudaWeight = self._keep(weights.CudaWeight((part,), channels, inputs, gated))
+        kept: weights.CudaWeight = self._keep(self.described(weights.CudaWeight((part,), channels, inputs, gated)))
         return kept
 
     def random_experts(

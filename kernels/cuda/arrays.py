@@ -12,6 +12,7 @@ from shardline.kernels.backend import KVLayout
 from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.pack import blocks_of, pad_to
+from shardline.kernels.cuda.tensor_maps import tensor_maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Activations:
     largest: Any
     done: Any
     blocks: int
+    maps: Any = None  # describes the tiles to wide.cu, in boxes of each of its numbers of tokens
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -48,19 +50,30 @@ class Activations:
         return np.ascontiguousarray(values[: self.shape[0], : self.shape[1]])
 
 
-def new_activations(rows: int, channels: int) -> Activations:
+def new_activations(rows: int, channels: int, arch: int) -> Activations:
     """Zero-filled tiles, on the current stream."""
     blocks = blocks_of(channels)
     tokens = pad_to(rows, tables.PADDED_TOKENS)
+    fragments = cupy.zeros((tokens // 8, blocks, 2, 32, 4), cupy.uint32)
     return Activations(
         cupy.empty((rows, channels), cupy.float32),
-        cupy.zeros((tokens // 8, blocks, 2, 32, 4), cupy.uint32),
+        fragments,
         # Not cupy.ones: CuPy would compile a kernel for it.
         cupy.asarray(np.ones(tokens, np.float32)),
         cupy.zeros((tokens // 8, blocks, 2, 8), cupy.float32),
         cupy.zeros(tokens, cupy.uint32),
         cupy.zeros(tokens, cupy.uint32),
         blocks,
+        _maps_of(fragments) if arch == tables.WIDE_ARCH else None,
+    )
+
+
+def _maps_of(fragments: Any) -> Any:
+    tiles, blocks = fragments.shape[:2]
+    stage = tables.BLOCKS_A_STAGE * 1024
+    # A block of wide.cu reads half of a tile's tokens for both of its cluster.
+    return tensor_maps(
+        [(fragments.data.ptr, tiles, blocks * 1024, tokens // 16, stage) for tokens in tables.WIDE_TOKENS]
     )
 
 

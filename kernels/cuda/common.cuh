@@ -94,12 +94,11 @@ DEVICE void load_matrix_4_transposed(u32* r, u32 address) {
     "{\n.reg .pred p;\nsetp.ne.b32 p, %" #add ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32.f16.f16 {" registers "}, "   \
     "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", p, 1, 1, 0;\n}\n"
 
-constexpr u32 B_STRIDE = 1024;
-
-template <int NI>
+// STRIDE: bytes from 8 tokens to the next.
+template <int NI, int STRIDE = 1024>
 DEVICE void warpgroup_mma(float (*c)[4], const u32* a, u32 b_low, int add) {
-    const u64 b = (u64)(B_STRIDE >> 4) << 32 | b_low;
-    static_assert(NI == 2 || NI == 4 || NI == 8, "16, 32 or 64 tokens");
+    const u64 b = (u64)(STRIDE >> 4) << 32 | b_low;
+    static_assert(NI == 2 || NI == 4 || NI == 8 || NI == 16, "16, 32, 64 or 128 tokens");
     if constexpr (NI == 2)
         asm volatile(WARPGROUP_MMA("m64n16k16", "%0,%1,%2,%3,%4,%5,%6,%7", 8, 9, 10, 11, 12, 13)
                      : C4(0), C4(1)
@@ -107,6 +106,13 @@ DEVICE void warpgroup_mma(float (*c)[4], const u32* a, u32 b_low, int add) {
     else if constexpr (NI == 4)
         asm volatile(WARPGROUP_MMA("m64n32k16", "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", 16, 17, 18, 19, 20, 21)
                      : C4(0), C4(1), C4(2), C4(3)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    else if constexpr (NI == 16)
+        asm volatile(WARPGROUP_MMA("m64n128k16",
+                                   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
+                                   "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,"
+                                   "%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63", 64, 65, 66, 67, 68, 69)
+                     : C4(0), C4(1), C4(2), C4(3), C4(4), C4(5), C4(6), C4(7), C4(8), C4(9), C4(10), C4(11), C4(12), C4(13), C4(14), C4(15)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
     else
         asm volatile(WARPGROUP_MMA("m64n64k16",
@@ -116,7 +122,7 @@ DEVICE void warpgroup_mma(float (*c)[4], const u32* a, u32 b_low, int add) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-// Tiles of 8 tokens by 8 channels (128 bytes), neighbours in K side by side, neighbours in tokens B_STRIDE bytes apart: the lower word
+// Tiles of 8 tokens by 8 channels (128 bytes), neighbours in K side by side, neighbours in tokens STRIDE bytes apart: the lower word
 // of their description. Adding 16 bytes' worth to it moves along K in one instruction.
 DEVICE u32 b_tiles(u32 address) { return (address & 0x3ffff) >> 4 | (128 >> 4) << 16; }
 
@@ -132,6 +138,12 @@ DEVICE void hold(float (*c)[4]) {
     UNROLL for (int n = 0; n < NI; n++) asm volatile("" : C4(n)::"memory");
 }
 
+// Registers of this warpgroup's threads, given to others and taken.
+template <int COUNT>
+DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
 // What this thread wrote to shared memory is seen by the tensor cores that read it themselves.
 DEVICE void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
@@ -142,6 +154,9 @@ DEVICE void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::
 // What the blocks of a cluster wrote before they arrived is seen after the wait. Every thread calls both, in turn.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Says nothing of what was written: for those who only must not be gone.
+DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
 // The address of the same place in the shared memory of the cluster's block of that rank.
 DEVICE u32 of_block(u32 address, u32 rank) {
@@ -156,6 +171,83 @@ DEVICE float4 load_of_block(u32 address) {
     return v;
 }
 #endif
+
+// -- barriers in shared memory, and copies that they wait for ---------------------------------------------------------------
+
+#if WARPGROUPS
+DEVICE void barrier_start(u32 barrier, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory"); }
+
+// What this thread started is seen by the cluster, once it has met.
+DEVICE void barriers_started() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Waits for the end of the phase of that parity; the phase before the first has parity 1.
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// Arrives, and makes the phase wait for so many bytes.
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the same barrier of the cluster's block of that rank, by who has read what may now be overwritten: a release to the cluster
+// would be for writes, and takes longer than a stage's products.
+DEVICE void arrive_at_block(u32 barrier, u32 rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(of_block(barrier, rank)) : "memory");
+}
+
+// A box of a tensor to shared memory; column in units of the map's elements.
+DEVICE void tensor_copy(u32 to, const void* map, int column, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map),
+                 "r"(column), "r"(row), "r"(barrier)
+                 : "memory");
+}
+
+DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// Of threads that may be alone in their warp: one says that it is there, and waits for the others.
+DEVICE void cluster_joins() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+DEVICE void cluster_met() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// The same, to both blocks of a cluster of two, and to the barriers of both.
+DEVICE void tensor_copy_to_both(u32 to, const void* map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)3)
+        : "memory");
+}
+#endif
+
+DEVICE void store_shared_16(u32 to, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+DEVICE float4 load_shared_float4(u32 from) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from) : "memory");
+    return v;
+}
+
+DEVICE uint4 load_shared_16(u32 from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+    return v;
+}
+
+DEVICE float2 load_shared_8(u32 from) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+    return v;
+}
+
+DEVICE u32 load_shared_4(u32 from) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+    return v;
+}
 
 // -- memory ------------------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from shardline.kernels.cuda.errors import KernelCompileError
 HERE = Path(__file__).parent
 # -fmad=false: a fused multiply-add happens only where a kernel writes it, or the compiler would choose bits for us.
 BUILDS_ON = {
-    "linear": ("gate.cuh", "groups.cuh", "output.cuh", "few_tokens.cuh", "many_tokens.cuh"),
-    "experts": ("gate.cuh", "groups.cuh", "output.cuh", "few_tokens.cuh", "many_tokens.cuh"),
+    "linear": ("gate.cuh", "groups.cuh", "output.cuh", "few_tokens.cuh", "results.cuh", "many_tokens.cuh"),
+    "experts": ("gate.cuh", "groups.cuh", "output.cuh", "few_tokens.cuh", "results.cuh", "many_tokens.cuh"),
+    "wide": ("gate.cuh", "groups.cuh", "output.cuh", "results.cuh", "wide.cuh"),
     "staged": ("gate.cuh", "groups.cuh", "output.cuh", "scale.cuh", "staged.cuh"),
     "choices": ("gate.cuh", "groups.cuh", "output.cuh", "scale.cuh", "staged.cuh"),
     "activation": ("scale.cuh", "prepare.cuh"),

@@ -83,7 +83,7 @@ class CudaCore(Backend):
 
     def activations(self, rows: int, channels: int) -> Array:
         self._modules.start("activation", THREADS=tables.row_threads(channels))
-        return new_activations(rows, channels)
+        return new_activations(rows, channels, self.arch)
 
     def upload(self, host: NDArray[Any]) -> Array:
         array = cupy.empty(host.shape, host.dtype)
@@ -240,7 +240,7 @@ class CudaCore(Backend):
         found = self._between.get((name, channels))
         if found is None or found.shape[0] < rows:
             self._forget_records(is_new=found is None)
-            found = self._between[name, channels] = new_activations(rows, channels)
+            found = self._between[name, channels] = new_activations(rows, channels, self.arch)
         return found
 
     def _forget_records(self, *, is_new: bool) -> None:

@@ -15,6 +15,7 @@ from shardline.kernels.cuda.arrays import Activations
 from shardline.kernels.cuda.core import PREPARE_THREADS, address, float32, int32
 from shardline.kernels.cuda.pack import TILE
 from shardline.kernels.cuda.staged import StagedProducts
+from shardline.kernels.cuda.wide import WideProducts
 from shardline.kernels.experts import Activation
 from shardline.kernels.matrix import GroupedMatrix
 
@@ -27,7 +28,7 @@ GATHERING = {"BITS": 4, "GROUP": 32, "HAS_MIN": 0, "SCALE_F32": 0}
 POINTWISE_THREADS = 256
 
 
-class ProductOps(StagedProducts):
+class ProductOps(StagedProducts, WideProducts):
     """The ops of `Backend` on rows and resident matrices."""
 
     def load_matrix(self, parts: Sequence[GroupedMatrix]) -> Weight:
@@ -41,8 +42,10 @@ class ProductOps(StagedProducts):
     def _kept_product(self, weight: weights.CudaWeight) -> weights.CudaWeight:
         for part in weight.parts:
             self._modules.start("linear", **part.defines)
+            if tables.is_wide_format(part.bits, part.group_size, part.has_minimum, self.arch):
+                self._modules.start("wide", **part.defines)
             self._start_staged(part, gated=weight.gated and not weight.apart)
-        kept: weights.CudaWeight = self._keep(weight)
+        kept: weights.CudaWeight = self._keep(self.described(weight))
         self._settle()
         return kept
 
@@ -338,7 +341,21 @@ class ProductOps(StagedProducts):
             self._processors,
             gated=gated,
         )
-        partial = self._buffer("slice sums", num_slices * launch.partial_floats)
+        if launch.variant.wide:
+            self._multiply_wide(
+                launch,
+                x,
+                part,
+                out,
+                stride,
+                rows,
+                bias=bias,
+                accumulate=accumulate,
+                largest=largest,
+                defines=defines,
+            )
+            return
+        partial = self._buffer("slice sums", launch.waiting_floats(num_slices))
         arguments = (
             part.integers,
             part.scale,

@@ -20,6 +20,8 @@ ATTENTION_SPLIT = 256
 SHARED_LIMIT = 99 * 1024
 """Shared memory a block on consumer cards (sm_86, sm_89, sm_120)."""
 HOPPER_SHARED_LIMIT = 227 * 1024
+WIDE_STATIC = 1024
+"""Static shared memory of wide.cu's kernels; they take the rest of a multiprocessor's."""
 
 
 class Form(Protocol):
@@ -55,9 +57,12 @@ class LinearVariant:
     staged: bool = False
     keeps_sums: bool = False
     gated: bool = True
+    wide: bool = False
 
     def shared_bytes(self, form: Form, arch: int) -> int:
         """Dynamic shared memory of a block."""
+        if self.wide:
+            return HOPPER_SHARED_LIMIT - WIDE_STATIC
         if not self.staged:
             return 0
         sums = 4 * self.tokens * self.channels if self.keeps_sums else 0
@@ -108,6 +113,65 @@ WHOLE = (
     LinearVariant("whole_64x256", 64, 256, 256, staged=True, keeps_sums=True),
 )
 """For more tokens: slices over blocks, or all slices in one block. `num_tiles` says how many of them there are."""
+
+
+WIDE_ARCH = 90
+"""The arch whose instructions wide.cu is made of."""
+
+WIDE_TOKENS = (32, 64, 128)
+WIDE_CHANNELS = (128, 192)
+
+
+@dataclass(frozen=True, slots=True)
+class WideTile:
+    """A tile of wide.cu and what it takes on an H200, in microseconds: enough to compare.
+
+    Attributes:
+        variant: Its kernel.
+        stage: A group of K.
+        only_gated: There are no registers for it otherwise.
+    """
+
+    variant: LinearVariant
+    stage: float
+    only_gated: bool = False
+
+
+WIDE = (
+    WideTile(LinearVariant("wide_32x192", 32, 192, 512, staged=True, wide=True), 0.56),
+    WideTile(LinearVariant("wide_64x128", 64, 128, 384, staged=True, wide=True), 0.48),
+    WideTile(LinearVariant("wide_64x192", 64, 192, 512, staged=True, wide=True), 0.72),
+    WideTile(LinearVariant("wide_128x128", 128, 128, 384, staged=True, wide=True), 0.95, only_gated=True),
+)
+WIDE_FIXED = 6.0
+"""To begin, and to store."""
+
+WIDE_CLUSTER = 2
+
+
+def is_wide_format(bits: int, group_size: int, has_minimum: bool, arch: int) -> bool:
+    """Whether products of such a matrix may go to wide.cu: what it was measured with."""
+    return arch == WIDE_ARCH and bits == 4 and group_size == 128 and not has_minimum
+
+
+def wide_launch(tokens: int, channels: int, blocks: int, processors: int, *, gated: bool) -> tuple[float, LinearLaunch]:
+    """The quickest of WIDE, after the microseconds that it is thought to take."""
+    found = []
+    for tile in WIDE:
+        if tile.only_gated and not gated:
+            continue
+        variant = tile.variant
+        tiles = -(-channels // (WIDE_CLUSTER * variant.channels)) * -(-tokens // variant.tokens)
+        # Not more clusters than tiles: who waits for another's sums would wait for its whole work.
+        clusters = min(processors // WIDE_CLUSTER, tiles)
+        stages = -(-tiles * slices(blocks) // clusters) * blocks / BLOCKS_A_STAGE / slices(blocks)
+        launch = LinearLaunch(variant, (clusters, 1, WIDE_CLUSTER), WIDE_CLUSTER)
+        found.append((WIDE_FIXED + stages * tile.stage, launch))
+    return min(found, key=lambda one: one[0])
+
+
+BLOCKS_A_STAGE = 2
+"""Blocks of K in a stage of wide.cu, of groups of 128."""
 
 
 def num_tiles(bits: int, group_size: int, has_minimum: bool, arch: int) -> int:
@@ -212,9 +276,16 @@ class LinearLaunch:
             return 0
         return self.grid[0] * self.grid[1] * self.variant.tokens * self.variant.channels
 
+    def waiting_floats(self, num_slices: int) -> int:
+        """All floats of sums that wait in global memory; of wide.cu, one tile a block, handed on to the next."""
+        if self.variant.wide:
+            return self.grid[0] * self.grid[2] * self.variant.tokens * self.variant.channels
+        return num_slices * self.partial_floats
+
     def shared_bytes(self, form: Form, arch: int) -> int:
         """Dynamic shared memory of a block. Of a cluster's, the last slice's sums lie where the stages were."""
-        tile = 4 * self.variant.tokens * self.variant.channels if self.cluster > 1 else 0
+        in_tile = self.cluster > 1 and not self.variant.wide
+        tile = 4 * self.variant.tokens * self.variant.channels if in_tile else 0
         return self.variant.shared_bytes(form, arch) + tile
 
 
@@ -269,6 +340,10 @@ def linear_launch(
                     LinearLaunch(SPLIT[place] if z > 1 else whole, (x, y, z), z if clusters else 1),
                 )
     assert best is not None
+    if is_wide_format(bits, group_size, has_minimum, arch):
+        time, launch = wide_launch(tokens, channels, blocks, processors, gated=gated)
+        if time < best[0]:
+            return launch
     return best[1]
 
 

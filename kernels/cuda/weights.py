@@ -34,6 +34,7 @@ class CudaPart:
         first: Column of the output that its first channel goes to.
         blocks: K in blocks of 64.
         order: Device int32 [blocks * 64], the input channel of each column; None: they are in order.
+        maps: What describes the arrays to wide.cu, where it may be used.
     """
 
     bits: int
@@ -47,6 +48,7 @@ class CudaPart:
     first: int
     blocks: int
     order: Any = None
+    maps: Any = None
 
     @property
     def tiles(self) -> int:

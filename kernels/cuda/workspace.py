@@ -15,6 +15,7 @@ from shardline.kernels.backend import StepShape
 from shardline.kernels.cuda import tables
 
 ARRIVALS = 1 << 14
+MAP_BYTES = 128
 """Counters of blocks that are done, for kernels whose last block goes on; zero between launches. Every backend has
 them, 4 bytes each."""
 
@@ -124,8 +125,9 @@ def activations_bytes(rows: int, channels: int) -> int:
     """Device bytes of `Backend.activations`."""
     tokens = -(-rows // tables.PADDED_TOKENS) * tables.PADDED_TOKENS
     blocks = _blocks(channels)
-    # Values; tiles of halves; eight sums a tile and half block; scales, largest magnitudes, counters.
-    sizes = (4 * rows * channels, tokens * blocks * 128, tokens * blocks * 8, 4 * tokens, 4 * tokens, 4 * tokens)
+    # Values; tiles of halves; eight sums a tile and half block; scales, largest magnitudes, counters; tensor maps.
+    maps = MAP_BYTES * len(tables.WIDE_TOKENS)
+    sizes = (4 * rows * channels, tokens * blocks * 128, tokens * blocks * 8, 4 * tokens, 4 * tokens, 4 * tokens, maps)
     return sum(_rounded(size) for size in sizes)
 
 
@@ -188,7 +190,7 @@ def slice_sums(product: Product, rows: int, arch: int, processors: int) -> int:
         )
         for count in counts
     )
-    return max(1, slices * max(launch.partial_floats for launch in launches))
+    return max(1, *(launch.waiting_floats(slices) for launch in launches))
 
 
 def attends_whole(rows: int, kv_heads: int, group: int, processors: int) -> bool:

@@ -76,6 +76,15 @@ def forced(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator
             for variant in tables.SPLIT[:there]
             for z in tables.blocks_of_a_tile(variant.tokens, slices, cuda.arch)[1:]
         ]
+        if tables.is_wide_format(weights.bits, weights.group_size, weights.zero is None, cuda.arch):
+            for tile in tables.WIDE:
+                pairs = -(-channels // (2 * tile.variant.channels)) * -(-rows // tile.variant.tokens)
+                for clusters in (
+                    {1, 3, min(pairs, 66), min(pairs * slices, 66)} if is_gated or not tile.only_gated else ()
+                ):
+                    launch = tables.LinearLaunch(tile.variant, (min(clusters, pairs * slices), 1, 2), 2)
+                    monkeypatch.setattr(tables, "linear_launch", lambda *_, launch=launch, **__: launch)
+                    yield f"{tile.variant.name} clusters={clusters}"
         for variant, z in choices:
             grid = (-(-channels // variant.channels), -(-rows // variant.tokens), z)
             launch = tables.LinearLaunch(variant, grid, z if cuda.arch >= tables.CLUSTERS_FROM else 1)
@@ -274,7 +283,7 @@ def test_every_tile_gives_the_same_bits(
             channels = (gate_up if is_gated else weight).parts[0].tiles * 16
             for name in forced(rows, channels, blocks_of(inputs), weights, is_gated=is_gated):
                 results[name] = run(is_gated, x, rows)
-                if cuda.arch == 90 and weights in portable and "256" not in name:
+                if cuda.arch == 90 and weights in portable and "256" not in name and "wide" not in name:
                     # Without Hopper's instructions, as other cards compute it.
                     with monkeypatch.context() as patch:
                         defines = weights.defines | {"PORTABLE": 1}

@@ -93,6 +93,12 @@ OTHERS = [
     ("rope_kv_write", {"HEAD_DIM": 80, "INTERLEAVED": 1, "NORMS": 0, "KV_BITS": 8}),
     ("rope_kv_write", {"HEAD_DIM": 256, "INTERLEAVED": 0, "NORMS": 1, "KV_BITS": 8}),
 ]
+WIDE_FORMAT = {"BITS": 4, "GROUP": 128, "HAS_MIN": 0, "SCALE_F32": 0}
+WIDE = [
+    ("wide", WIDE_FORMAT),
+    ("wide", WIDE_FORMAT | {"SCALE_F32": 1}),
+    *(("wide", WIDE_FORMAT | {"ACTIVATION": activation, "GATED_BIAS": bias}) for activation, bias in ((1, 0), (2, 1))),
+]
 CASES = [
     (file, defines, arch)
     for place, arch in enumerate(ARCHES)
@@ -104,6 +110,7 @@ CASES = [
             for product in products(form, index)
         ),
         *OTHERS,
+        *(WIDE if arch == tables.WIDE_ARCH else ()),
     )
 ]
 KERNELS = {
@@ -164,6 +171,11 @@ def test_compiles_without_spills(
             dynamic |= {f"gated_{name}": size for name, size in dynamic.items()}
         else:
             wanted = set(dynamic)
+    elif file == "wide":
+        alone = defines.get("ACTIVATION", 0) or defines.get("GATED_BIAS", 0)
+        wanted = {f"gated_{tile.variant.name}" for tile in tables.WIDE}
+        wanted |= set() if alone else {tile.variant.name for tile in tables.WIDE if not tile.only_gated}
+        dynamic = dict.fromkeys(wanted, tables.HOPPER_SHARED_LIMIT - tables.WIDE_STATIC)
     elif file == "choices":
         dynamic = {"add_choices": tables.CHOICES_SHARED}
     elif file == "staged":

@@ -72,6 +72,11 @@ def test_every_launch_of_products_fits_its_card() -> None:
             limit = tables.HOPPER_SHARED_LIMIT if arch == 90 else tables.SHARED_LIMIT
             for scale_f32 in (False, True):
                 assert launch.shared_bytes(Format(bits, group_size, has_minimum, scale_f32), arch) <= limit
+            if launch.variant.wide:
+                # Its clusters walk all tiles, all at once on the device.
+                assert launch.grid[0] * launch.cluster <= 28
+                assert launch.grid[1:] == (1, launch.cluster)
+                continue
             assert launch.grid[0] * launch.variant.channels >= channels
             assert launch.grid[1] * launch.variant.tokens >= tokens
             assert tables.slices(blocks) % launch.grid[2] == 0
