@@ -199,18 +199,18 @@ DEVICE void arrive_at_block(u32 barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(of_block(barrier, rank)) : "memory");
 }
 
+DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// Of threads that may be alone in their warp: one says that it is there, and waits for the others.
+DEVICE void cluster_joins() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+DEVICE void cluster_met() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
 // A box of a tensor to shared memory; column in units of the map's elements.
 DEVICE void tensor_copy(u32 to, const void* map, int column, int row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map),
                  "r"(column), "r"(row), "r"(barrier)
                  : "memory");
 }
-
-DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-
-// Of threads that may be alone in their warp: one says that it is there, and waits for the others.
-DEVICE void cluster_joins() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-DEVICE void cluster_met() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // The same, to both blocks of a cluster of two, and to the barriers of both.
 DEVICE void tensor_copy_to_both(u32 to, const void* map, int column, int row, u32 barrier) {

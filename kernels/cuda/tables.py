@@ -120,6 +120,10 @@ WIDE_ARCH = 90
 
 WIDE_TOKENS = (32, 64, 128)
 WIDE_CHANNELS = (128, 192)
+"""Of its tiles."""
+BLOCKS_A_STAGE = 2
+"""Blocks of K that its copies bring at once, of groups of 128."""
+TENSOR_MAP_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +172,6 @@ def wide_launch(tokens: int, channels: int, blocks: int, processors: int, *, gat
         launch = LinearLaunch(variant, (clusters, 1, WIDE_CLUSTER), WIDE_CLUSTER)
         found.append((WIDE_FIXED + stages * tile.stage, launch))
     return min(found, key=lambda one: one[0])
-
-
-BLOCKS_A_STAGE = 2
-"""Blocks of K in a stage of wide.cu, of groups of 128."""
 
 
 def num_tiles(bits: int, group_size: int, has_minimum: bool, arch: int) -> int:

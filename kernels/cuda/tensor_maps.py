@@ -11,8 +11,8 @@ import numpy as np
 
 from shardline.kernels.cuda.cupy_import import cupy
 from shardline.kernels.cuda.errors import LaunchError
+from shardline.kernels.cuda.tables import TENSOR_MAP_BYTES
 
-MAP_BYTES = 128
 _UINT64 = 4  # CU_TENSOR_MAP_DATA_TYPE_UINT64
 _L2_256_BYTES = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 _ELEMENT = 8
@@ -24,11 +24,11 @@ def tensor_maps(tables: Sequence[tuple[int, int, int, int, int]]) -> Any:
     tables: Of each (address, rows, bytes of a row, rows of a box, bytes of a box's row). What a box has past the end is
         zeros. Raises LaunchError with the driver's code.
     """
-    room = np.zeros((len(tables) + 1) * MAP_BYTES, np.uint8)
-    first = -room.ctypes.data % MAP_BYTES
+    room = np.zeros((len(tables) + 1) * TENSOR_MAP_BYTES, np.uint8)
+    first = -room.ctypes.data % TENSOR_MAP_BYTES
     for place, (address, rows, row_bytes, box_rows, box_bytes) in enumerate(tables):
         code = _encoder()(
-            room.ctypes.data + first + place * MAP_BYTES,
+            room.ctypes.data + first + place * TENSOR_MAP_BYTES,
             _UINT64,
             2,
             address,
@@ -44,7 +44,7 @@ def tensor_maps(tables: Sequence[tuple[int, int, int, int, int]]) -> Any:
         if code:
             boxes = f"{rows} rows of {row_bytes} bytes in boxes of {box_rows} x {box_bytes}"
             raise LaunchError(f"the driver refused to describe {boxes}: CUresult {code}")
-    return cupy.asarray(room[first : first + len(tables) * MAP_BYTES])
+    return cupy.asarray(room[first : first + len(tables) * TENSOR_MAP_BYTES])
 
 
 @cache

@@ -59,7 +59,8 @@ class CudaPart:
     def nbytes(self) -> int:
         """Bytes on the device."""
         order = 0 if self.order is None else self.order.nbytes
-        return int(self.integers.nbytes + self.scale.nbytes + self.minimum.nbytes + order)
+        maps = 0 if self.maps is None else self.maps.nbytes
+        return int(self.integers.nbytes + self.scale.nbytes + self.minimum.nbytes + order + maps)
 
     @property
     def defines(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ import numpy as np
 from shardline.kernels.cuda import tables
 from shardline.kernels.cuda.arrays import Activations
 from shardline.kernels.cuda.core import CudaCore, int32
-from shardline.kernels.cuda.tensor_maps import MAP_BYTES, tensor_maps
+from shardline.kernels.cuda.tensor_maps import tensor_maps
 from shardline.kernels.cuda.weights import CudaPart, CudaWeight
 
 _MATRIX_MAPS = 2
@@ -53,8 +53,8 @@ class WideProducts(CudaCore):
         assert x.maps is not None, "rows of a device that has no wide.cu"
         matrix = tables.WIDE_CHANNELS.index(variant.channels) * _MATRIX_MAPS
         arguments = (
-            np.uint64(part.maps.data.ptr + matrix * MAP_BYTES),
-            np.uint64(x.maps.data.ptr + tables.WIDE_TOKENS.index(variant.tokens) * MAP_BYTES),
+            np.uint64(part.maps.data.ptr + matrix * tables.TENSOR_MAP_BYTES),
+            np.uint64(x.maps.data.ptr + tables.WIDE_TOKENS.index(variant.tokens) * tables.TENSOR_MAP_BYTES),
             x.scales,
             bias,
             out,

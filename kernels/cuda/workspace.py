@@ -15,7 +15,6 @@ from shardline.kernels.backend import StepShape
 from shardline.kernels.cuda import tables
 
 ARRIVALS = 1 << 14
-MAP_BYTES = 128
 """Counters of blocks that are done, for kernels whose last block goes on; zero between launches. Every backend has
 them, 4 bytes each."""
 
@@ -126,7 +125,7 @@ def activations_bytes(rows: int, channels: int) -> int:
     tokens = -(-rows // tables.PADDED_TOKENS) * tables.PADDED_TOKENS
     blocks = _blocks(channels)
     # Values; tiles of halves; eight sums a tile and half block; scales, largest magnitudes, counters; tensor maps.
-    maps = MAP_BYTES * len(tables.WIDE_TOKENS)
+    maps = tables.TENSOR_MAP_BYTES * len(tables.WIDE_TOKENS)
     sizes = (4 * rows * channels, tokens * blocks * 128, tokens * blocks * 8, 4 * tokens, 4 * tokens, 4 * tokens, maps)
     return sum(_rounded(size) for size in sizes)
 
